@@ -95,8 +95,8 @@ class Tensor(NamedTuple):
     """For an alltoall: rows of the input for each member of the team, one behind the other, all rows together."""
 
 
-_REQUEST = "P4i2dP3iQ"
-"""``horo_request``: name, op, reduce_op, root_rank, flags, scales, tensors, tensor_count, team, device, stream."""
+_REQUEST = "P4i2dP4iQ"
+"""``horo_request``: name, op, reduce_op, root_rank, flags, scales, tensors, count, team, device, timeout, stream."""
 _TENSOR = "PPPiiiiqP"
 """``horo_tensor``: input, output, shape, ndim, dtype, wire_dtype, split_count, output_bytes, splits.
 
@@ -182,6 +182,7 @@ class RequestBuffer:
         team: int = 0,
         device: int = 0,
         stream: int = 0,
+        timeout_ms: int = 0,
     ) -> None:
         """Writes everything but the name.
 
@@ -196,6 +197,7 @@ class RequestBuffer:
             team: number of the team from ``Context.add_team`` whose members take part; 0: all ranks.
             device: 0: tensors in host memory; n + 1: in that of GPU n.
             stream: of that GPU: the CUDA stream behind whose work the values are taken.
+            timeout_ms: where it is not done by then, the group ends with TimeoutError on all ranks; 0: never.
         """
         flags = (_SYNC if sync else 0) | (_TRANSIENT if transient else 0)
         flags |= (_INTO if into else 0) | (_OFFER if offers else 0) | (0 if self._name_at else _ORDERED)
@@ -207,7 +209,7 @@ class RequestBuffer:
             _single(ndim).pack_into(
                 self._view, 0,
                 self._name_at, op, reduce_op, root_rank, flags, prescale, postscale, address + _TENSORS_AT, 1, team,
-                device, stream,
+                device, timeout_ms, stream,
                 source, target, address + _EXTENTS_AT, ndim, dtype, wire_dtype, 0, output_bytes, 0,
                 *shape,
             )  # fmt: skip
@@ -218,7 +220,7 @@ class RequestBuffer:
         _LONE_REQUEST.pack_into(
             self._view, 0,
             self._name_at, op, reduce_op, root_rank, flags, prescale, postscale, tensors_at, len(tensors), team,
-            device, stream,
+            device, timeout_ms, stream,
         )  # fmt: skip
 
     def set_name(self, name: str | None) -> None:

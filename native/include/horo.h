@@ -156,6 +156,7 @@ typedef struct {
     int32_t tensor_count; /* 0 for barrier */
     int32_t team;         /* whose members do it, by its id; 0: all ranks */
     int32_t device;       /* 0: the tensors are in host memory; n + 1: in that of GPU n, see horo_use_cuda */
+    int32_t timeout_ms;   /* when it is not done by then, the group ends, with HORO_ERR_TIMEOUT; 0: none */
     uint64_t stream;      /* of that GPU: the caller's current CUDA stream; values are taken behind what is on it now */
 } horo_request;
 

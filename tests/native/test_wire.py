@@ -153,6 +153,7 @@ messages = st.one_of(
     st.builds(oracle.ask_message, ranks),
     st.builds(oracle.leave_message, ranks, texts, errors),
     st.builds(oracle.query_message, ids),
+    st.builds(oracle.late_message, ranks, names.map(str.encode), texts),
     st.builds(
         oracle.tune_message, st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=64), final=st.integers(0, 1)
     ),
@@ -275,6 +276,7 @@ NO_MESSAGES = {
     "loss without a reason": oracle.lost_message(1, -40, 0),
     "loss with an unknown reason": oracle.lost_message(1, -40, 9),
     "loss with the digit of a reason": oracle.lost_message(1, -40, ord("1")),
+    "negative rank late": oracle.late_message(-1, b"x", b"y"),
     "words of no rank": oracle.lost_message(-1, -40, 7, text=b"x"),
     "last words longer than the message": oracle.lost_message(1, -40, 7, text=b"x" * 9)[:-1],
     "more than last words": oracle.lost_message(1, -40, 7, text=b"x") + b"y",

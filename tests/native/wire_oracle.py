@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 (
-    IDS, REQUEST, LOST, LEAVE, BATCH, FAIL, DONE, DATA, RESULT, ROWS, TUNE, BLOCKED, ASK, QUERY, JOINED, MAIL,
-) = range(1, 17)  # fmt: skip
+    IDS, REQUEST, LOST, LEAVE, BATCH, FAIL, DONE, DATA, RESULT, ROWS, TUNE, BLOCKED, ASK, QUERY, JOINED, MAIL, LATE,
+) = range(1, 18)  # fmt: skip
 (
     ALLREDUCE, ALLGATHER, BROADCAST, BARRIER, ADD_TEAM, REMOVE_TEAM, REDUCESCATTER, ALLTOALL, JOIN, REDUCE, GATHER,
     SCATTER,
@@ -127,6 +127,10 @@ def joined_message(rank: int, at: int = 0) -> bytes:
     return struct.pack("<BiQ", JOINED, rank, at)
 
 
+def late_message(rank: int, name: bytes, text: bytes) -> bytes:
+    return struct.pack("<Bi", LATE, rank) + str16(name) + str16(text)
+
+
 def lane(team: int, members: int, executed: int, hashes: Sequence[int]) -> bytes:
     """One lane of BLOCKED."""
     return struct.pack(f"<IIQI{len(hashes)}Q", team, members, executed, len(hashes), *hashes)
@@ -241,6 +245,7 @@ def samples() -> dict[str, bytes]:
         "result": data_message(RESULT, 0xFFFFFFFF, bytes(300)),
         "lost-with-words": lost_message(3, -40, 7, text=b"ValueError: bad sample"),
         "lost-without-words": lost_message(0x7FFFFFFF, -44, 8),
+        "late": late_message(1, b"call 7", b"barrier 'call 7' within the timeout of 1 s"),
         "blocked": blocked_message(2, b"'a' (train.py:12)", b"", [lane(0, 3, 77, [1, 2**64 - 1]), lane(63, 2, 0, [])]),
         "blocked-others": blocked_message(0, b"'a'", b"thread 'Loader'", [lane(0, 1, 1 << 40, [5])]),
         "blocked-answer": blocked_message(1, b"'b'", b"", [lane(0, 2, 9, [7])], 2**32 - 1),

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -103,6 +104,8 @@ class Suite:
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             self._tests.initialize_temp_directories()
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                os.environ["MASTER_PORT"] = str(free.getsockname()[1])
             self._tests.Barrier.init()
             files = [Path(folder, f"{rank}.out") for rank in range(self.ranks)]
             children = [self._fork(name, rank, files[rank], folder) for rank in range(self.ranks)]

@@ -268,6 +268,34 @@ def test_a_wait_that_is_over_leaves_the_operation_in_progress() -> None:
         dist.all_reduce(torch.ones(1))
 
 
+def stop_waiting(timeout: timedelta, *, by_options: bool) -> None:
+    """Ranks 0 and 2 wait for rank 1, which calls nothing."""
+    options = dist.BarrierOptions()
+    if by_options:
+        options.timeout = timeout
+    else:
+        dist.distributed_c10d._get_default_group()._set_default_timeout(timeout)
+    dist.barrier()
+    if dist.get_rank() != 1:
+        began = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"rank 1 \(.*\) has not called barrier .* within the timeout of 1 s"):
+            dist.group.WORLD.barrier(options).wait()
+        assert 0.99 <= time.monotonic() - began < 5
+        with pytest.raises(TimeoutError, match="rank 1 "):
+            dist.all_reduce(torch.ones(1))
+    else:
+        while (error := dist.group.WORLD._exchange.job.context.health()) is None:  # as one that computes
+            time.sleep(0.01)
+        assert isinstance(error, TimeoutError)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("by_options", [False, True])
+@on("fresh_group3")
+def test_an_operation_that_is_late_ends_the_group_on_all_ranks_and_the_late_rank_is_named(by_options: bool) -> None:
+    stop_waiting(timedelta(seconds=1), by_options=by_options)
+
+
 def lose(victim: int) -> str:
     """Awaits, in all ways, what a rank that is killed does not do."""
     works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(3)] if dist.get_rank() != victim else []

@@ -134,17 +134,18 @@ def test_a_call_that_comes_again_after_the_end_is_refused() -> None:
 
 
 @on("group2")
-def test_where_torch_forgets_works_they_are_held_until_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_torch_forgets_works_they_are_held_until_somebody_waits() -> None:
     """As before torch 2.7: of a work that C++ gets from Python, the Python half is dropped."""
-    monkeypatch.setattr("horo.torch.distributed.work._IS_FORGOTTEN", True)
-    held = dist.group.WORLD._exchange.pending._held
-    works = [dist.all_reduce(torch.ones(2), async_op=True) for _ in range(3)]
-    assert list(held) == works
-    works[0].wait()
-    works[1].get_future().wait()
-    assert list(held) == works[2:]
-    for _ in range(100):
-        dist.all_reduce(torch.ones(2), async_op=True)
-    dist.barrier()
-    assert len(held) <= 64
-    held.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("horo.torch.distributed.work._IS_FORGOTTEN", True)
+        held = dist.group.WORLD._exchange.pending._held
+        works = [dist.all_reduce(torch.ones(2), async_op=True) for _ in range(3)]
+        assert list(held) == works
+        works[0].wait()
+        works[1].get_future().wait()
+        assert list(held) == works[2:]
+        for _ in range(100):
+            dist.all_reduce(torch.ones(2), async_op=True)
+        dist.barrier()
+        assert len(held) <= 64
+        held.clear()

@@ -24,7 +24,9 @@ test_sparse_all_reduce_sum test_static_graph_api_cpu
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("stands_for", "ranks", "least"), [("horo", 2, 60), ("gloo", 2, 80), ("horo", 3, 60)])
+@pytest.mark.parametrize(
+    ("stands_for", "ranks", "least"), [("horo", 2, 90), ("gloo", 2, 84), ("horo", 3, 105), ("mpi", 3, 85)]
+)
 def test_torchs_own_tests(tmp_path: Path, stands_for: str, ranks: int, least: int) -> None:
     if not ALL and (stands_for, ranks) != ("horo", 2):
         pytest.skip("`make test-all` runs it")
@@ -32,7 +34,7 @@ def test_torchs_own_tests(tmp_path: Path, stands_for: str, ranks: int, least: in
     chosen.write_text(CHOSEN)
     words = ["--ranks", str(ranks), "--as", stands_for, *([] if ALL else ["--list", str(chosen)])]
     done = run_python(str(HERE / "suite.py"), *words, timeout=1700 if ALL else 280)
-    failed = [line for line in done.stdout.splitlines() if not line.startswith(("pass", "skip", "gap"))]
+    failed = [line for line in done.stdout.splitlines() if not line.startswith(("pass", "skip"))]
     assert done.returncode == 0, "\n".join(failed)[-8000:] + done.stderr[-2000:]
     assert done.stdout.count("\npass ") + 1 >= (least if ALL else 20), done.stdout
 

@@ -27,6 +27,7 @@ from horo.torch.engine.results import Gathered, gathered
 __all__ = ["Exchange", "GroupCall", "writable"]
 
 _PLAIN = Reduction(0)
+_TIMEOUT_MAX_MS = 2**31 - 1
 _OTHERS_S = 60.0
 """Longest wait at the end of a group for sends and receives of others."""
 _KEPT_MAX = 1000
@@ -54,6 +55,8 @@ class GroupCall(NamedTuple):
     """For an alltoall: rows of the input for each rank. The input has its own shape then."""
     key: Hashable = None
     """For ``Exchange.again``; None: the call has several tensors, or is not likely to come again."""
+    timeout_ms: int = 0
+    """0: that of the group."""
 
     def rows_of_core(self) -> list[context.Tensor]:
         """The tensors as the core takes them. Only the number of elements counts, so shapes are flat."""
@@ -80,11 +83,12 @@ class GroupCall(NamedTuple):
 class Exchange:
     """The ranks of one group, as far as this rank calls them."""
 
-    def __init__(self, job: RunningRank | None, what: str) -> None:
-        """``job``: None in a group of one rank. ``what``: the group, for messages."""
+    def __init__(self, job: RunningRank | None, what: str, timeout: timedelta) -> None:
+        """``job``: None in a group of one rank. ``what``: the group, for messages. ``timeout``: of each collective."""
         self.job = job
         self.pending = None if job is None else Pending(job.context)
         self._what = what
+        self._timeout_ms = _milliseconds(timeout)
         self.recorded_as = "horo"
         """The backend in torch's profiler."""
         self._closed = ""
@@ -92,6 +96,11 @@ class Exchange:
         """This rank has sent or received, so others may do so without it."""
         self._kept: dict[Hashable, list[RequestBuffer]] = {}
         """The requests for each key of ``again`` that no thread is using."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the timeout of collectives that are begun from now on."""
+        self._timeout_ms = _milliseconds(timeout)
+        self._kept.clear()
 
     def again(self, key: tuple[Any, ...], source: torch.Tensor | None = None, target: Any = None) -> Any:
         """Does a call that ``do`` has done before, with other memory.
@@ -154,6 +163,7 @@ class Exchange:
             root_rank=call.root,
             sync=not is_async,
             into=call.op in ("allgather", "alltoall"),
+            timeout_ms=call.timeout_ms or self._timeout_ms,
         )
         work = self._begin(buffer, is_async, (*call.inputs, *call.outputs), call.results, call.after)
         may_keep = call.reduction.factor is None and not any(each.is_complex() for each in call.inputs)
@@ -206,7 +216,7 @@ class Exchange:
             return DONE
         tensors = [context.Tensor(each.data_ptr(), 0, each.shape, DTYPES[each.dtype]) for each in rows]
         core = self.pending.core
-        buffer = RequestBuffer.of(OPS["allgather"], None, tensors)
+        buffer = RequestBuffer.of(OPS["allgather"], None, tensors, timeout_ms=self._timeout_ms)
 
         def take(handle: int) -> None:
             taken = (core.take_result(handle, index) for index in range(len(rows)))
@@ -304,6 +314,11 @@ class Exchange:
         with contextlib.suppress(HoroError):
             work = self.do(GroupCall("barrier", [], [], []), None)
             work.wait(timedelta(seconds=_OTHERS_S))
+
+
+def _milliseconds(timeout: timedelta) -> int:
+    """For the core: at least 1, at most what it can take."""
+    return max(1, min(int(timeout / timedelta(milliseconds=1)), _TIMEOUT_MAX_MS))
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -24,6 +24,7 @@ from horo.torch.engine.operation import check_tensor
 __all__ = ["HoroProcessGroup"]
 
 _CPU = torch.device("cpu")
+_MILLISECOND = timedelta(milliseconds=1)
 
 _Base: Any = torch_distributed.ProcessGroup
 
@@ -42,7 +43,7 @@ class HoroProcessGroup(_Base):  # type: ignore[misc]
         self._store = options.store
         self.other_devices = OtherDevices(self._store, self._rank, self._size, options.timeout)
         self._name, self._description = str(options.group_id), "undefined"
-        self._exchange = Exchange(open_job(options), f"process group {self._name}")
+        self._exchange = Exchange(open_job(options), f"process group {self._name}", options.timeout)
 
     # -- what torch asks about it --------------------------------------------------------------------------------------
 
@@ -94,7 +95,8 @@ class HoroProcessGroup(_Base):  # type: ignore[misc]
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Has no effect: the timeout of a group limits its start; ``wait(timeout)`` of a work limits one wait."""
+        """Sets the timeout of collectives that are begun from now on; where one passes, the group ends on all ranks."""
+        self._exchange.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
 
@@ -295,8 +297,10 @@ class HoroProcessGroup(_Base):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None) -> Any:
         """Done when all ranks have called it."""
-        key = ("barrier", getattr(opts, "asyncOp", True))
-        return self._exchange.again(key) or self._exchange.do(GroupCall("barrier", [], [], [], key=key), opts)
+        timeout_ms = 0 if opts is None else max(0, opts.timeout // _MILLISECOND)  # -1: it is not set
+        key = ("barrier", getattr(opts, "asyncOp", True), timeout_ms)
+        call = GroupCall("barrier", [], [], [], key=key, timeout_ms=timeout_ms)
+        return self._exchange.again(key) or self._exchange.do(call, opts)
 
     # -- to and from one rank ------------------------------------------------------------------------------------------
 

@@ -62,10 +62,10 @@ class OtherDevices:
         return self._group
 
     def _make_backend(self, device: torch.device) -> tuple[Any, Any]:
-        if device.type != "cuda" or not torch_distributed.is_nccl_available():
+        if device.type != "cuda" or not self.are_there():
             raise UnsupportedError(
                 f"the tensor is on {device}: horo does the operations of tensors in host memory, and torch's NCCL "
-                "those of tensors on CUDA devices, if torch has it; this one has not"
+                "those of tensors on CUDA devices; here torch has no NCCL, or no GPU"
             )
         nccl: Any = torch_distributed.ProcessGroupNCCL  # type: ignore[attr-defined, unused-ignore]
         store, rank, size = self._arguments

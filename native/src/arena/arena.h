@@ -72,6 +72,8 @@ struct hr_arena_header {
     _Atomic uint32_t wants_leave; /* 1: some rank of this host has asked to leave: its leader must drive */
     /* the last question whether the ranks here are still blocked; written by the leader, see report/deadlock.h */
     _Atomic uint32_t blocked_question;
+    _Atomic uint32_t roll_call; /* the last one, which the ranks here that drive answer; see report/late.c */
+    _Atomic int32_t asked_rank; /* 1 + the leader whom one here has asked who is late; 0: none */
     /* 1 + the place (executor.h) where the LEAVE record begins; written by the leader with it; 0: none */
     _Atomic uint64_t leave_at;
     /* when ranks of the team last said here that they have no answer from its leader */
@@ -94,6 +96,7 @@ struct hr_arena_block {
     /* likewise: the oldest call that waits behind a refusal: since when, times HR_TEAMS_MAX, and its team; 0: none */
     _Atomic uint64_t behind;
     _Atomic uint32_t pending; /* requests submitted there and not done */
+    _Atomic uint32_t present; /* the last roll call that it has answered */
     /* ranks here that wait have called this one, a leader of theirs, which drives so long for them; 0: none has */
     _Atomic int64_t called_until_ns;
     /* changes whenever something has moved there, seen when it begins to wait */

@@ -116,6 +116,9 @@ static int turn(struct hr_part *part) {
         const struct hr_cargo *cargo = &request->cargo;
         struct hr_lane *lane = request->port == NULL ? NULL : request->port->lane;
         next = request->next;
+        if (request->call.timeout_ms > 0) {
+            hr_part_expect(&engine->late.part, hr_late_deadline_ns(request));
+        }
         if (lane != NULL) {
             lane->part.is_quiet = 0;
         }
@@ -149,6 +152,7 @@ static hr_leader_handler *const on_message[HR_WIRE_TYPES] = {
     [HR_WIRE_BLOCKED] = hr_blocked_handle,
     [HR_WIRE_QUERY] = hr_blocked_handle_query,
     [HR_WIRE_ASK] = hr_stall_handle_question,
+    [HR_WIRE_LATE] = hr_late_handle,
     [HR_WIRE_MAIL] = handle_mail,
 };
 
@@ -186,6 +190,7 @@ static hr_status init_parts(struct hr_engine *engine, struct hr_team *world, str
                                                                        : (struct hr_mail_carrier){0});
     hr_drive_add(drive, &engine->stall, &hr_part_stall, engine);
     hr_drive_add(drive, &engine->deadlock, &hr_part_deadlock, engine);
+    hr_drive_add(drive, &engine->late.part, &hr_part_late, engine);
     if (engine->node->stall_warning_ns <= 0) { /* it never looks: its silence means nothing to ranks that do */
         atomic_store(&engine->node->arena.blocks[engine->node->local_rank].alive_until_ns, INT64_MAX);
     }

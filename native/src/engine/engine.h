@@ -75,6 +75,13 @@ struct hr_leaving {
     int is_late; /* the LEAVE record is executed, and what other teams have begun has not moved for that long */
 };
 
+/* Timeouts of requests; see report/late.c. */
+struct hr_late {
+    struct hr_part part;
+    int64_t asked; /* the handle of the request that is late, about which others have been asked, and when; 0: none */
+    int64_t asked_ns;
+};
+
 /* The knowledge of a rank of the members of each team, also of those that it is no member of. */
 struct hr_team_place {
     int has_local;      /* there are members on this host */
@@ -98,6 +105,7 @@ struct hr_engine {
     struct hr_pairs pairs;
     struct hr_blocked blocked;
     struct hr_leaving leaving;
+    struct hr_late late;
     struct hr_part submissions, gpu, stall, deadlock; /* besides those of the lanes */
     struct hr_team_place teams[HR_TEAMS_MAX]; /* by number; 0 is the world */
     /* [lane_count] this rank's, that of all ranks first; written by the driver with the lock held */

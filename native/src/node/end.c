@@ -67,7 +67,7 @@ void hr_end_describe(const struct hr_node *node, struct hr_abort end, char *text
         return;
     case HR_REASON_ENDED: {
         const char *words = hr_arena_last_words(&node->arena, end.rank);
-        if (end.code == HORO_ERR_DEADLOCK && words != NULL) {
+        if ((end.code == HORO_ERR_DEADLOCK || end.code == HORO_ERR_TIMEOUT) && words != NULL) {
             (void)snprintf(text, text_bytes, "%s", words);
             return;
         }

@@ -261,6 +261,14 @@ static void read_mail(struct reader *reader, struct hr_wire_message *message) {
     message->data = take(reader, message->data_bytes);
 }
 
+/* FAIL and LATE. */
+static void read_named(struct reader *reader, struct hr_wire_message *message) {
+    *(message->type == HR_WIRE_FAIL ? &message->status : &message->rank) = read_i32(reader);
+    message->name = read_name(reader);
+    message->text = read_str16(reader);
+    require(reader, message->type == HR_WIRE_FAIL ? hr_is_error(message->status) : message->rank >= 0);
+}
+
 static void read_body(struct reader *reader, struct hr_wire_message *message) {
     switch (message->type) {
     case HR_WIRE_IDS:
@@ -318,11 +326,7 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
     case HR_WIRE_TUNE: read_tune(reader, message); break;
     case HR_WIRE_MAIL: read_mail(reader, message); break;
     case HR_WIRE_FAIL:
-        message->status = read_i32(reader);
-        message->name = read_name(reader);
-        message->text = read_str16(reader);
-        require(reader, hr_is_error(message->status));
-        break;
+    case HR_WIRE_LATE: read_named(reader, message); break;
     default: require(reader, 0);
     }
 }

@@ -258,14 +258,14 @@ int hr_wire_put(struct hr_buffer *out, const struct hr_wire_message *message) {
         at = write_bytes(hr_store_u32(at, (uint32_t)message->data_bytes), message->data, message->data_bytes);
         break;
     case HR_WIRE_FAIL:
-        at = write_str16(write_str16(write_i32(at, message->status), message->name), message->text);
+    case HR_WIRE_LATE:
+        at = write_i32(at, message->type == HR_WIRE_FAIL ? message->status : message->rank);
+        at = write_str16(write_str16(at, message->name), message->text);
         break;
     case HR_WIRE_BATCH:
         at = hr_store_u32(at, message->count);
         break;
-    case HR_WIRE_IDS:
-    case HR_WIRE_TUNE:
-        return HORO_ERR_INTERNAL;
+    default: return HORO_ERR_INTERNAL; /* IDS and TUNE have functions of their own */
     }
     return at - begun > HR_WIRE_MESSAGE_MAX ? HORO_ERR_RESOURCE : finish(out, at);
 }

@@ -16,6 +16,8 @@
  *            not blocked any more; question: the number of the QUERY that this answers, 0: of none)
  *   QUERY    u32 question                         (down only; whether the ranks below are still blocked; never 0)
  *   ASK      i32 rank                             (down only; the ranks below are asked where they stand)
+ *   LATE     i32 rank, str16 name, str16 text     (both directions; whoever knows which ranks have not announced the
+ *            name ends the group, with the text behind them)
  *                                                          TUNE     u8 is final, u32 n, n x u64 value of a knob
  *   LEAVE    i32 rank, i32 status, str16 text     (both directions; what others are told; empty: it has shut down)
  *   DONE     i32 rank                             (both directions)
@@ -78,8 +80,9 @@ enum hr_wire_type {
     HR_WIRE_QUERY = 14,
     HR_WIRE_JOINED = 15,
     HR_WIRE_MAIL = 16,
+    HR_WIRE_LATE = 17,
 };
-enum { HR_WIRE_TYPES = HR_WIRE_MAIL + 1 };
+enum { HR_WIRE_TYPES = HR_WIRE_LATE + 1 };
 
 enum {
     HR_WIRE_MESSAGE_MAX = 64 << 20, /* a longer length prefix is an error, never an allocation */
@@ -145,12 +148,12 @@ struct hr_wire_message {
     enum hr_wire_type type;
     const uint8_t *bytes; /* the whole message */
     size_t byte_count;
-    int rank;   /* LOST (-1: unknown), BLOCKED, ASK (who asks), LEAVE, DONE, JOINED; REQUEST, MAIL: the origin */
+    int rank;   /* LOST (-1: unknown), BLOCKED, ASK (who asks), LATE, LEAVE, DONE, JOINED; REQUEST, MAIL: the origin */
     int status; /* LOST, LEAVE, FAIL, REQUEST, MAIL */
     enum hr_abort_reason reason; /* LOST */
     int by;     /* LOST (-1: unknown) */
-    struct hr_wire_text name; /* FAIL */
-    struct hr_wire_text text; /* FAIL, REQUEST, LOST, LEAVE, BLOCKED: what it waits for */
+    struct hr_wire_text name; /* FAIL, LATE */
+    struct hr_wire_text text; /* FAIL, REQUEST, LOST, LATE, LEAVE, BLOCKED: what it waits for */
     struct hr_wire_text others; /* BLOCKED: a thread that may still submit something; empty: none may */
     int is_final;             /* TUNE: no other follows */
     uint32_t count;           /* IDS, BATCH, BLOCKED, TUNE */

@@ -160,6 +160,9 @@ static inline int hr_agree_has(const uint64_t *members, int member) {
 /* Lists what has waited for at least age_ns; the first `capacity` of them are written. Returns how many there are. */
 int hr_agree_list_waiting(const struct hr_agree *agree, int64_t now_ns, int64_t age_ns, struct hr_agree_waiting *out,
                           int capacity);
+/* The state of a name, with who has announced it; IDLE: nobody has, or it is over. As long as list_waiting's. */
+enum hr_agree_state hr_agree_look_up(const struct hr_agree *agree, struct hr_wire_text name,
+                                     const uint64_t **announced);
 /* Since when a tensor has been in this state, WAITING (for members) or, at the root, READY; about; 0: there is none. */
 int64_t hr_agree_since(const struct hr_agree *agree, enum hr_agree_state state);
 

@@ -136,6 +136,19 @@ struct hr_agree_entry *hr_agree_call(struct hr_agree *agree, int member) {
     return entry != NULL || member < 0 ? entry : create(agree, text, CALL);
 }
 
+enum hr_agree_state hr_agree_look_up(const struct hr_agree *agree, struct hr_wire_text name,
+                                     const uint64_t **announced) {
+    for (int state = HR_AGREE_WAITING; state <= HR_AGREE_CHOSEN; state++) {
+        for (const struct hr_agree_entry *entry = agree->lists[state].first; entry != NULL; entry = entry->next) {
+            if (entry->name_bytes == name.bytes && memcmp(entry->name, name.data, name.bytes) == 0) {
+                *announced = entry->announced;
+                return entry->state;
+            }
+        }
+    }
+    return HR_AGREE_IDLE;
+}
+
 void hr_agree_skip_call(struct hr_agree *agree) {
     agree->calls_over++;
     for (int member = 0; member < agree->config.member_count; member++) {

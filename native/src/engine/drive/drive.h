@@ -33,6 +33,7 @@ enum hr_part_rank {
     HR_PART_LINKS,       /* the loop's own: the supervision of links */
     HR_PART_STALL,       /* stall.c */
     HR_PART_DEADLOCK,    /* blocked.c */
+    HR_PART_LATE,        /* late.c */
 };
 
 struct hr_part;

@@ -224,7 +224,13 @@ static int turn_ending(struct hr_engine *engine) {
 
 static int turn(struct hr_part *part) {
     struct hr_engine *engine = part->owner;
+    struct hr_arena *arena = &engine->node->arena;
     const enum hr_stage stage = engine->drive.stage;
+    const uint32_t roll_call = atomic_load(&arena->header->roll_call); /* partner: call_roll */
+    _Atomic uint32_t *present = &arena->blocks[arena->local_rank].present;
+    if (atomic_load_explicit(present, memory_order_relaxed) != roll_call) {
+        atomic_store(present, roll_call);
+    }
     /* before leaving: a LEAVE would overtake the reason of a rank that has ended the group itself */
     if (stage <= HR_STAGE_CLOSING && is_aborted(engine)) {
         return begin_ending(engine);

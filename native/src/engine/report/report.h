@@ -24,6 +24,18 @@ extern const struct hr_part_ops hr_part_deadlock;
 int hr_stall_handle_question(void *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
 extern const struct hr_part_ops hr_part_stall;
 
+/* The only rank on other hosts, -1 if there are none or several: which of these waits for which is not known here. */
+int hr_stall_find_only_other(const struct hr_team *team);
+
+/* ---- late.c: requests that are not done in time ---- */
+
+static inline int64_t hr_late_deadline_ns(const struct hr_request *request) {
+    return request->submit_ns + (int64_t)request->call.timeout_ms * 1000000;
+}
+/* A leader's handler of LATE: a member, or the parent, knows of an operation that is not done in time. */
+int hr_late_handle(void *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
+extern const struct hr_part_ops hr_part_late;
+
 /* ---- stall_text.c, for stall.c: who has submitted what ---- */
 
 /* The names that have waited too long for members of a team. */

@@ -225,8 +225,7 @@ static int find_silent(const struct hr_lane *lane, int64_t now_ns) {
     return -1;
 }
 
-/* The only rank on other hosts, -1 if there are none or several: which of these waits for which is not known here. */
-static int find_only_other(const struct hr_team *team) {
+int hr_stall_find_only_other(const struct hr_team *team) {
     for (int rank = 0; rank < team->size && team->size == team->local_size + 1; rank++) {
         if (team->host_of_rank[rank] != team->host) {
             return team->job_rank[rank];
@@ -241,7 +240,7 @@ static void report_batch(struct hr_lane *lane, int64_t now_ns, int64_t waited_ns
     const enum hr_gpu_wait on_gpu = hr_gpu_awaits(lane);
     const int silent = find_silent(lane, now_ns);
     const int is_late_here = silent < 0 && on_gpu == HR_GPU_ITSELF;
-    const int late = silent >= 0 ? silent : is_late_here ? -1 : find_only_other(lane->team);
+    const int late = silent >= 0 ? silent : is_late_here ? -1 : hr_stall_find_only_other(lane->team);
     /*
      * of patience: the ranks beside the culprit know it; one that has no turn yet may itself wait for others, and so
      * may one that waits for its GPU, which other GPUs hold up; those that are further know more than one in front

@@ -292,6 +292,7 @@ void hr_request_renew(struct hr_request *request, const horo_request *call) {
         tensor->input = call->tensors->input;
         tensor->output = call->tensors->output;
     }
+    request->call.timeout_ms = call->timeout_ms;
     request->newer = NULL;
     request->next_call = NULL;
     request->owners = 1;

@@ -1,0 +1,162 @@
+"""Requests with a timeout: the group ends on all ranks, and the error names the operation and who has not called it."""
+
+import re
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+from ranks import Rank, run_ranks, run_script, wait_for
+
+from horo.errors import TimeoutError
+
+SECONDS = 0.8
+TIMEOUT_MS = int(SECONDS * 1000)
+WITHIN = f"within the timeout of {SECONDS:g} s"
+LATE_S = 5.0
+"""The core ends the group 0.5 to 1 s after the timeout at the latest; the rest is for a busy machine."""
+
+
+def fails(rank: Rank, name: str | None = "x", **options: object) -> str:
+    """What a collective of the rank fails with."""
+    began = time.monotonic()
+    handle = rank.submit("barrier", name, [], timeout_ms=TIMEOUT_MS, **options)  # type: ignore[arg-type]
+    with pytest.raises(TimeoutError) as error:
+        rank.finish(handle)
+    assert SECONDS - 0.01 <= time.monotonic() - began < LATE_S
+    return str(error.value)
+
+
+MISSING = [
+    pytest.param([2], [1], r"rank 1 \(host0\) has", id="a rank"),
+    pytest.param([2], [0], r"rank 0 \(host0\) has", id="the leader"),
+    pytest.param([4], [0, 3], r"ranks 0, 3 \(host0\) have", id="two ranks"),
+    pytest.param([2, 2], [3], r"rank 3 \(host1\) has", id="on the other host"),
+    pytest.param([2, 2], [2, 3], r"ranks 2, 3 \(host1\) have", id="a host"),
+    pytest.param([2, 2], [0, 1], r"ranks 0, 1 \(host0\) have", id="the host of the root"),
+    pytest.param([1, 1, 1, 1], [3], r"rank 3 \(host3\) has", id="at the end of the tree"),
+    pytest.param([1, 1, 1, 1], [1], r"rank 1 \(host1\) has", id="beside it in the tree"),
+]
+
+
+@pytest.mark.parametrize(("hosts", "missing", "who"), MISSING)
+@pytest.mark.parametrize("ordered", [False, True])
+def test_all_ranks_read_who_has_not_called_what(
+    hosts: list[int], missing: Sequence[int], who: str, ordered: bool
+) -> None:
+    name = None if ordered else "x"
+
+    def body(rank: Rank) -> str:
+        for _ in range(3):
+            rank.barrier(name)  # type: ignore[arg-type]
+        if rank.rank not in missing:
+            return fails(rank, name)
+        wait_for(lambda: rank.context.health() is not None)  # as a program that computes
+        return str(rank.context.health())
+
+    for text in run_ranks(body, hosts, log_level=5):
+        assert re.match(f"{who} not called barrier '{'call 4' if ordered else 'x'}' {WITHIN}", text), text
+
+
+@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
+def test_one_that_is_done_in_time_has_no_effect(hosts: list[int]) -> None:
+    def body(rank: Rank) -> None:
+        for i in range(20):
+            rank.barrier(f"x{i % 3}", timeout_ms=5000)
+        rank.barrier("short", timeout_ms=TIMEOUT_MS)
+        if rank.rank == 0:
+            threading.Event().wait(2 * SECONDS)  # the timeout of what is over passes
+        rank.barrier("without")
+
+    run_ranks(body, hosts, log_level=5)
+
+
+def test_the_earliest_of_several_counts() -> None:
+    def body(rank: Rank) -> str:
+        if rank.rank == 1:
+            wait_for(lambda: rank.context.health() is not None)
+            return str(rank.context.health())
+        for name, timeout_ms in (("a", 60_000), ("b", 0), ("c", TIMEOUT_MS), ("d", 30_000)):
+            rank.submit("barrier", name, [], timeout_ms=timeout_ms)
+        wait_for(lambda: rank.context.health() is not None)
+        return str(rank.context.health())
+
+    for text in run_ranks(body, [2], log_level=5):
+        assert re.match(rf"rank 1 \(host0\) has not called barrier 'c' {WITHIN}", text)
+
+
+STOPPED = """
+import os, signal, sys, time
+import numpy as np
+from fabric import close_setup, make_setups
+from ranks import Rank
+from horo.core import context
+
+hosts, stopped, where = eval(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+setups = make_setups(hosts, log_level=5, tcp=True, stall_warning_ms=0, segment_bytes=1 << 16)
+me, pids = 0, []
+for me in range(sum(hosts)):
+    pids.append(os.fork())
+    if pids[-1] == 0:
+        break
+else:
+    for setup in setups:
+        close_setup(setup)
+    for pid in pids[:stopped] + pids[stopped + 1:]:
+        os.waitpid(pid, 0)
+    os.kill(pids[stopped], signal.SIGKILL)
+    os.waitpid(pids[stopped], 0)
+    sys.exit(0)
+for other, setup in enumerate(setups):
+    if other != me:
+        close_setup(setup)
+rank = Rank(context.Context(setups[me]))
+array = np.ones(1 << 24, np.float32)
+rank.barrier()
+if me == stopped and where == "before":
+    os.kill(os.getpid(), signal.SIGSTOP)
+began = time.monotonic()
+try:
+    handle = rank.submit("allreduce", "x", [array], reduce_op=1, timeout_ms=1000)
+    if me == stopped:
+        while rank.context.events()[-1].event not in ("begun", "ended"):
+            pass
+        os.kill(os.getpid(), signal.SIGSTOP)
+    rank.finish(handle)
+    os.write(1, f"{me} finished\\n".encode())
+except Exception as error:
+    took = time.monotonic() - began
+    os.write(1, f"{me} {type(error).__name__} {took:.1f} {error}\\n".encode())
+os._exit(0)
+"""
+
+CASES = [("[3]", 0), ("[3]", 1), ("[2, 2]", 0), ("[2, 2]", 2), ("[2, 2]", 3)]
+
+
+def lines_of(hosts: str, stopped: int, where: str) -> dict[str, str]:
+    """The errors of the other ranks."""
+    said = "finished"
+    for _ in range(5):  # a rank may come to its stop too late
+        said = said if "finished" not in said else run_script(STOPPED, hosts, stopped, where)
+    lines = dict(line.split(" ", 1) for line in said.splitlines())
+    assert len(lines) == sum(eval(hosts)) - 1
+    texts = {}
+    for rank, line in lines.items():
+        kind, took, texts[rank] = line.split(" ", 2)
+        assert kind == "TimeoutError", said
+        assert float(took) < LATE_S
+    return texts
+
+
+@pytest.mark.parametrize(("hosts", "stopped"), CASES)
+def test_a_rank_that_is_stopped_before_it_calls_is_named(hosts: str, stopped: int) -> None:
+    for text in lines_of(hosts, stopped, "before").values():
+        assert re.match(rf"rank {stopped} \(host\d\) (has not called|does not answer)", text), text
+
+
+def test_a_rank_that_is_stopped_in_the_middle_is_named() -> None:
+    for hosts, stopped in (("[3]", 1), ("[3]", 0), ("[2, 2]", 3)):
+        for text in lines_of(hosts, stopped, "middle").values():
+            assert re.match(rf"rank {stopped} \(host\d\) does not answer, and others wait for allreduce 'x'", text), (
+                text
+            )
