@@ -327,9 +327,8 @@ HORO_API int horo_create_memory(uint64_t bytes, int32_t *descriptor, char *error
 HORO_API int horo_create_wake(int32_t *descriptor, char *error, size_t error_bytes);
 
 /*
- * A thread that sleeps until a life line of any context of this process ends, and two descriptors. HORO_OK or
- * HORO_ERR_RESOURCE, a sentence. No context may use it when it is destroyed; in a forked child only its descriptors are
- * closed.
+ * A thread that sleeps until a life line of any context of this process ends. HORO_OK or HORO_ERR_RESOURCE, a sentence.
+ * No context may use it when it is destroyed; in a forked child only its two descriptors are closed.
  */
 HORO_API int horo_create_watch(horo_watch **watch, char *error, size_t error_bytes);
 HORO_API void horo_destroy_watch(horo_watch *watch);
