@@ -148,9 +148,9 @@ class WorkerMembership:
         if self.has_joined:
             self._reporter.elastic(within=self.generation)
 
-    def done(self) -> None:
+    def done(self, *, is_kept: bool = False) -> None:
         """Reports that a training function has come to its end on all ranks, or that its state is kept."""
-        self._reporter.elastic(done=self.generation)
+        self._reporter.elastic(done=self.generation, **({"kept": True} if is_kept else {}))
 
     def leave(self, error: BaseException | None, steps_lost: int | None = None) -> None:
         """Leaves the generation, and reports that this worker waits for the next one.

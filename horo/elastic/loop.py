@@ -63,7 +63,7 @@ def run_elastic(function: Callable[[], _Result], state: State, job: LoopJob, mem
             return result
         except LeaveInterrupt:
             job.keep()
-            membership.done()
+            membership.done(is_kept=True)
             sys.exit(0)
         except HostsUpdatedInterrupt:
             pass

@@ -40,7 +40,7 @@ class DriverLink(Protocol):
     def begun(self) -> None:
         """Called when a training function begins in a generation."""
 
-    def done(self) -> None:
+    def done(self, *, is_kept: bool = False) -> None:
         """Called when it returns on all ranks, or has kept its state for a later job: an error ends the job then."""
 
     def leave(self, error: BaseException | None, steps_lost: int | None = None) -> None:

@@ -34,7 +34,7 @@ from horo.runner.elastic.state import (
     Within,
     Worker,
 )
-from horo.runner.elastic.turn import Turn, ranks_in_words
+from horo.runner.elastic.turn import ENDS_WELL, Turn, ranks_in_words
 
 __all__ = ["begin", "deadline_s", "lost_s", "step"]
 
@@ -78,8 +78,7 @@ def deadline_s(state: DriverState) -> float | None:
         workers = state.workers.values()
         if limits.join == "now" or not all(stays(state, each) for each in workers):
             times += [each.started_s + limits.start_timeout_s for each in workers if may_come(state, each)]
-    if state.done_s is not None:
-        times.append(state.done_s + limits.gather_timeout_s)
+    times += state.late.values()
     if state.leaves_s is not None:
         times.append(state.leaves_s)
     return min((each for each in times if each > state.now_s), default=None)
@@ -119,7 +118,7 @@ class _Turn(Turn):
             if worker.standing is Standing.COMING:
                 self._set(worker, Standing.READY)
         elif isinstance(event, (Within, Done, Waits)):
-            if worker.standing in (*_IN_GENERATION, Standing.DONE) and event.generation == self.state.generation:
+            if worker.standing in (*_IN_GENERATION, *ENDS_WELL) and event.generation == self.state.generation:
                 self._on_course(worker, event)
         elif isinstance(event, Committed):
             self._set(worker, worker.standing, has_state=True)
@@ -135,18 +134,21 @@ class _Turn(Turn):
 
     def _on_course(self, worker: Worker, event: Within | Done | Waits) -> None:
         if isinstance(event, Within):
-            self.state.done_s = None
             self._set(worker, Standing.WITHIN, has_state=worker.has_state or event.generation == 1)
         elif isinstance(event, Done):
-            self._set(worker, Standing.DONE)
-            self._note_end()
+            self._set(worker, Standing.KEPT if event.is_kept else Standing.DONE)
+            self._note_end(worker)
         else:
             self._on_waits(worker, event)
 
-    def _note_end(self) -> None:
-        """A member has come to the end of its training: others have some time, if they do not write their state."""
-        if self.state.done_s is None and self.state.leaves_s is None:
-            self.state.done_s = self._now_s
+    def _note_end(self, worker: Worker) -> None:
+        """The worker has come to the end of a training: others have some time, if they do not write their state.
+
+        Those that are known to have come there before may be in the next training, and wait for this one.
+        """
+        if self.late.pop(worker.number, None) is None and self.state.leaves_s is None:
+            due_s = self._now_s + self.state.limits.gather_timeout_s
+            self.late |= {each.number: due_s for each in self._members() if each.standing is Standing.WITHIN}
 
     def _on_waits(self, worker: Worker, event: Waits) -> None:
         self._set(worker, Standing.READY, has_state=worker.has_state or event.has_state)
@@ -166,13 +168,8 @@ class _Turn(Turn):
         if is_member:
             self._break()
         may_end = (is_member or self.state.generation == 0) and not worker.is_going
-        if (
-            self.state.phase is Phase.FINISHING
-            or worker.standing is Standing.DONE
-            or (may_end and not event.has_failed)
-        ):
-            if self.state.has_trained:
-                self._note_end()
+        has_ended_well = worker.standing in ENDS_WELL or (may_end and not event.has_failed)
+        if self.state.phase is Phase.FINISHING or has_ended_well:
             self._enter(Phase.FINISHING)
         elif event.is_error and not self.state.has_trained and not is_sent_away:
             self._finish(failed=worker.number)  # a mistake in the script, which others make, too
@@ -199,7 +196,7 @@ class _Turn(Turn):
         is_member, name = worker.number in self.state.members, self._name(worker)
         until_s = self._now_s + (may_run_s or 0.0)
         self.workers[worker.number] = replace(worker, standing=Standing.ADRIFT, until_s=until_s)
-        if self.state.phase is Phase.FINISHING or worker.standing is Standing.DONE:
+        if self.state.phase is Phase.FINISHING or worker.standing in ENDS_WELL:
             self._enter(Phase.FINISHING)
         elif is_member:
             if may_run_s is None and not self.state.is_broken:
@@ -217,7 +214,7 @@ class _Turn(Turn):
         goes_on = any(each.has_state for each in elsewhere) if self.state.generation else bool(elsewhere)
         if host.free_s > self._now_s and goes_on:
             for each in others:
-                if each.standing is not Standing.DONE:
+                if each.standing not in ENDS_WELL:
                     self._dismiss(each, f"worker {worker.number} on its host has failed")
 
     # Decisions
@@ -276,7 +273,7 @@ class _Turn(Turn):
 
     def form(self) -> None:
         """FORMING: trains once all are in the generation; gives it up where some are not in time."""
-        late = [worker for worker in self._members() if worker.standing not in (Standing.WITHIN, Standing.DONE)]
+        late = [worker for worker in self._members() if worker.standing not in (Standing.WITHIN, *ENDS_WELL)]
         if not late:
             self._run()
         elif self._now_s >= self.state.since_s + self.state.limits.start_timeout_s:
@@ -343,7 +340,7 @@ class _Turn(Turn):
         state = self.state
         if state.leaves_s is None or state.phase is Phase.OVER:
             return
-        left = sorted(each.number for each in self.workers.values() if each.standing is not Standing.DONE)
+        left = sorted(each.number for each in self.workers.values() if each.standing is not Standing.KEPT)
         if self._now_s >= state.leaves_s and left:
             names = ", ".join(map(str, left))
             names = f"worker {names} still runs" if len(left) == 1 else f"workers {names} still run"
@@ -357,13 +354,11 @@ class _Turn(Turn):
 
     def _end_in_time(self) -> None:
         """Kills members that do not come to the end of the training, where all others have."""
-        state = self.state
-        if state.phase not in (Phase.RUNNING, Phase.GATHERING, Phase.FINISHING) or state.done_s is None:
+        if self.state.phase not in (Phase.RUNNING, Phase.GATHERING, Phase.FINISHING):
             return
-        if self._now_s >= state.done_s + state.limits.gather_timeout_s:
-            for worker in self._members():
-                if worker.standing is Standing.WITHIN:
-                    self._kill(worker, "does not come to the end of hvd.elastic.run like the others")
+        for worker in self._members():
+            if worker.standing is Standing.WITHIN and self.late.get(worker.number, float("inf")) <= self._now_s:
+                self._kill(worker, "does not come to the end of hvd.elastic.run like the others")
 
     def _seat_or_wait(self) -> None:
         living = [worker for worker in self.workers.values() if not worker.is_going]

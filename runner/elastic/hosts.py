@@ -123,10 +123,11 @@ class HostTurn:
     def __init__(self, state: DriverState, now_s: float) -> None:
         now_s = max(now_s, state.now_s)
         self.workers, self.slots, self.suspects = dict(state.workers), dict(state.slots), dict(state.suspects)
-        self.hosts, self.silent = dict(state.hosts), dict(state.silent)
+        self.hosts, self.silent, self.late = dict(state.hosts), dict(state.silent), dict(state.late)
         self.state = copy(state)
         self.state.now_s, self.state.workers, self.state.slots = now_s, self.workers, self.slots
-        self.state.suspects, self.state.hosts, self.state.silent = self.suspects, self.hosts, self.silent
+        self.state.suspects, self.state.hosts = self.suspects, self.hosts
+        self.state.silent, self.state.late = self.silent, self.late
         self.actions: list[Action] = []
         self._now_s = now_s
 

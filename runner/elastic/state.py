@@ -68,6 +68,7 @@ class Standing(Enum):
     SEATED = "has a seat and is not in the generation"
     WITHIN = "is in the generation"
     DONE = "is in the generation, and all members have come to the end of hvd.elastic.run"
+    KEPT = "is in the generation, and has kept its state, since the job ends"
     ENDING = "has been killed"
     DISMISSED = "is to end"
     ADRIFT = "cannot be reached, like its host, and may still run there"
@@ -194,8 +195,7 @@ class DriverState:
         changes: how many changes were announced in this generation.
         announced: the last one of them; None: there was none.
         is_broken: a member has left the generation, so that nobody can be at work in it.
-        silent: hosts of which nothing is known, where members of the generation may train on; nobody is seated before
-            these times.
+        silent: hosts where members may train on, since nothing is known of them; nobody is seated before these times.
         broken_s: the time from which members have to leave the generation within the gather timeout: one has left, has
             ended, or none was in it. None: they may be at work, and leave at their next commit.
         idle_since_s: the time at which training stopped; None: it goes on.
@@ -205,7 +205,7 @@ class DriverState:
         restored: the one at which all ranks had failed, and others went on from those memories; -1: none.
         refused: the workers that could not be started before the first generation, and are left out of it.
         has_trained: a training function has begun on some worker: it has synced its state.
-        done_s: the time at which the first member has come to the end of ``hvd.elastic.run``; None: none has.
+        late: members that have not come to the end of a training where another has; they are killed at these times.
         has_learnt: some worker had the state once, so that a generation needs one that has it.
         leaves_s: the time at which all of the job has to have ended; None: there is none.
         seed: of the random parts of cooldowns.
@@ -234,7 +234,7 @@ class DriverState:
     restored: int = -1
     refused: tuple[Refused, ...] = ()
     has_trained: bool = False
-    done_s: float | None = None
+    late: Mapping[int, float] = field(default_factory=dict)
     has_learnt: bool = False
     leaves_s: float | None = None
     seed: int = 0
@@ -275,7 +275,7 @@ class HostLost:
     Attributes:
         host: its name.
         how: in words that go on behind the name.
-        may_run_s: how long its workers may still be at work; None: nothing has come from it, so nobody knows.
+        may_run_s: how long its workers may still be at work; None: nobody knows.
     """
 
     host: str
@@ -288,8 +288,6 @@ class Leave:
     """A host, or all of the job if ``host`` is None, has to have ended within a time; workers commit before.
 
     Attributes:
-        host: its name.
-        within_s: the time.
         why: in words; empty: the user knows.
     """
 
@@ -355,6 +353,7 @@ class Done:
 
     worker: int
     generation: int
+    is_kept: bool = False
 
 
 @dataclass(frozen=True)

@@ -290,7 +290,7 @@ def _events_of(worker: int, report: dict[str, object]) -> list[ElasticEvent]:
         events.append(Within(worker, within))
     done = report.get("done")
     if isinstance(done, int):
-        events.append(Done(worker, done))
+        events.append(Done(worker, done, report.get("kept") is True))
     if report.get("ready") is True:
         events.append(Ready(worker))
     return events

@@ -20,7 +20,10 @@ from horo.runner.elastic.state import (
     WriteSeats,
 )
 
-__all__ = ["Turn", "ranks_in_words"]
+__all__ = ["ENDS_WELL", "Turn", "ranks_in_words"]
+
+ENDS_WELL = (Standing.DONE, Standing.KEPT)
+"""No rank is started beside such workers."""
 
 
 def ranks_in_words(count: int) -> str:
@@ -40,10 +43,11 @@ class Turn(HostTurn):
         state.refused = ()
         state.members = tuple(worker.number for worker in next_members(self.state))
         state.generation += 1
-        state.changes, state.announced, state.done_s = 0, None, None
+        state.changes, state.announced = 0, None
         state.is_broken, state.broken_s = False, None
         self.suspects.clear()
         self.silent.clear()
+        self.late.clear()
         for number in state.members:
             self._set(self.workers[number], Standing.SEATED)
         self.actions.append(WriteSeats(state.generation, state.members))
@@ -92,7 +96,7 @@ class Turn(HostTurn):
         state = self.state
         is_first = state.started == 0
         has_come = bool(state.refused) or any(each.standing is Standing.READY for each in self.workers.values())
-        is_over = self._is_at_reset_limit() or state.done_s is not None
+        is_over = self._is_at_reset_limit() or any(each.standing in ENDS_WELL for each in self.workers.values())
         if is_over or (state.generation == 0 and not is_first and not has_come):
             return
         free = [slot for slot in free_slots(state) if self._now_s >= free_time_s(state, slot)]

@@ -377,7 +377,7 @@ class Simulation:
         elif self.steps_left <= 0 or (change and change.leave):
             process.mode = "done"
             self.ends_well.add(process.worker)
-            self.note(process, Done(process.worker, generation))
+            self.note(process, Done(process.worker, generation, self.steps_left > 0))
             self.later(self.random.choice([0.0, 1.0, 60.0]), lambda: self.end(process, False))
         elif change and (change.added or change.removed) and process.steps % self.commit_every == 0:
             self.leave(process, None)
@@ -463,6 +463,8 @@ class Simulation:
         if alive:
             process = self.random.choice(alive)
             with_it = [each for each in alive if each.generation == process.generation and not each.is_hung]
+            if self.is_lossy:  # the driver may not know that one is done
+                with_it = [each for each in with_it if each.mode != "done"]
             # Where all hang, outside of horo, nobody can know.
             if self.random.random() < 0.3 and process.mode in ("forming", "working") and with_it != [process]:
                 process.is_hung = True

@@ -407,18 +407,19 @@ def test_a_worker_that_does_not_come_to_the_end_of_a_training_is_killed() -> Non
     assert driver.on(Ended(0, False)) == [Finish()]
 
 
-def test_a_worker_that_does_not_end_when_another_has_ended_within_its_training_is_killed() -> None:
+def test_a_worker_may_save_for_long_when_another_has_ended_within_its_training() -> None:
     driver = running(2)
     assert driver.on(Ended(0, False)) == []
-    assert driver.tick() == [Kill(1)]
-    assert driver.now_s == 130.0
-    assert driver.on(killed(1)) == [Finish()]
-
-
-def test_a_program_without_training_may_end_whenever_it_likes() -> None:
-    driver = Driver(2)
-    driver.on(Ready(0), Ready(1), Within(0, 1), Within(1, 1), Ended(0, False))
     assert driver.on(Tick(), after_s=1000.0) == []
+    assert driver.on(Ended(1, False)) == [Finish()]
+
+
+def test_a_worker_in_the_next_training_may_wait_for_one_that_still_evaluates_the_one_before() -> None:
+    driver = running(3)
+    driver.on(Done(0, 1), Within(0, 1), Done(1, 1), Within(1, 1), Done(2, 1))
+    assert driver.on(Tick(), after_s=1000.0) == []
+    driver.on(Within(2, 1), Done(0, 1), Done(2, 1))
+    assert driver.tick() == [Kill(1)]
 
 
 def test_another_training_may_begin_after_one() -> None:

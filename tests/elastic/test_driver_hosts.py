@@ -431,16 +431,22 @@ def test_the_job_ends_when_the_time_to_leave_is_over() -> None:
 
 def test_ranks_that_have_kept_their_commit_in_time_may_still_be_about_to_end() -> None:
     driver = running(2)
-    driver.on(Leave(None, 60.0), Done(0, 1))
+    driver.on(Leave(None, 60.0), Done(0, 1, is_kept=True))
     assert driver.on(Tick(), after_s=59.0) == []  # 1 may still write the file
-    driver.on(Done(1, 1))
+    driver.on(Done(1, 1, is_kept=True))
     assert driver.tick() == [Finish("", 0)]
 
 
 def test_ranks_that_have_not_done_so_are_named() -> None:
     driver = running(2)
-    driver.on(Leave(None, 30.0), Done(0, 1))
+    driver.on(Leave(None, 30.0), Done(0, 1, is_kept=True))
     assert driver.tick() == [Finish("the time to leave is over, and worker 1 still runs", 143)]
+
+
+def test_so_are_ranks_that_still_save_what_they_have_trained() -> None:
+    driver = running(2)
+    driver.on(Done(0, 1), Leave(None, 30.0), Done(1, 1))
+    assert driver.tick() == [Finish("the time to leave is over, and workers 0, 1 still run", 143)]
 
 
 def test_ranks_that_are_about_to_begin_leave_their_host_at_once() -> None:

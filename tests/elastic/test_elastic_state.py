@@ -363,8 +363,8 @@ class Fake:
     def begun(self) -> None:
         self.course += "begun "
 
-    def done(self) -> None:
-        self.course += "done"
+    def done(self, *, is_kept: bool = False) -> None:
+        self.course += "kept" if is_kept else "done"
 
     def leave(self, error: BaseException | None, steps_lost: int | None = None) -> None:
         self.calls.append(f"leave {type(error).__name__}")
@@ -469,7 +469,7 @@ def test_a_job_that_is_to_end_keeps_its_state_and_ends_well(commits_it: bool) ->
     with pytest.raises(SystemExit) as ended:
         looped(fake, state, train)
     assert ended.value.code == 0
-    assert fake.calls[-1] == "keep" and fake.course == "begun done"
+    assert fake.calls[-1] == "keep" and fake.course == "begun kept"
     assert state._saved_state == {"epoch": 1}
 
 
