@@ -27,9 +27,9 @@ OPTIONS = {
 }
 # Threads of a rank, ranks that share memory, and what they have in common: the engine, its lanes and the log.
 _RACES = """
-carry cores deadlock device_failures device_memory device_staged driving end engine events interrupt join
+abort carry cores deadlock device_failures device_memory device_staged driving end engine events interrupt join
 large_moves leave link log lone many_local nccl nccl_failures ordered pairs parts recorder sanitize stalls stress
-teams timeline transport waits
+teams timeline timeouts transport waits
 """
 # What else reads and writes memory, if in one thread.
 _MEMORY = """

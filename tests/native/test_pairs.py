@@ -329,6 +329,48 @@ def test_a_rank_that_leaves_tells_the_sender_that_it_has_all() -> None:
     assert run_script(LEAVER) == "finished\n"
 
 
+LEAVER_BEHIND_A_LEADER = """
+import os, signal, threading
+import numpy as np
+from fabric import close_setup, make_setups
+from ranks import Rank
+from horo.core.context import Context
+from horo.errors import AbortedError
+
+setups = make_setups([1, 2], stall_warning_ms=0)
+sender, leader = os.fork(), 0
+if sender:
+    leader = os.fork()
+me = 0 if not sender else 1 if not leader else 2
+for other in {0, 1, 2} - {me}:
+    close_setup(setups[other])
+rank = Rank(Context(setups[me]))
+array = np.ones(1)
+if me == 0:
+    sent = [rank.send(array, 2) for _ in range(100)]
+    rank.finish(rank.send(array, 2, 7), *sent)
+    print("finished", flush=True)
+    os._exit(0)
+if me == 1:
+    try:
+        rank.finish(rank.receive(array, 0, 1))
+    except AbortedError:
+        os._exit(0)
+rank.finish(rank.receive(array, 0, 7))
+os.kill(leader, signal.SIGSTOP)
+os.waitpid(leader, os.WUNTRACED)
+rank.finish(*(rank.receive(array, 0) for _ in range(100)))
+threading.Timer(0.3, os.kill, (leader, signal.SIGCONT)).start()
+rank.context.destroy()
+os.waitpid(leader, 0)
+os.waitpid(sender, 0)
+"""
+
+
+def test_its_leader_passes_that_on_before_it_tells_of_the_leaving() -> None:
+    assert run_script(LEAVER_BEHIND_A_LEADER) == "finished\n"
+
+
 def test_what_is_pending_here_ends_with_a_shutdown() -> None:
     with Group([2]) as group:
         pending = Rank(group.contexts[0]).receive(np.zeros(9), 1)

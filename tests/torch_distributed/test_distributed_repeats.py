@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import os
+import signal
+import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import on
 
-from horo.errors import NotInitializedError
+from horo.core import context
+from horo.errors import NotInitializedError, PeerLostError
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -98,6 +107,60 @@ def test_operations_in_progress_share_no_memory() -> None:
     for work in works[::-1]:
         assert work.wait()
     assert torch.equal(outputs, torch.ones(3, size))
+
+
+@on("group2")
+def test_of_calls_that_are_no_repetition_few_requests_are_kept() -> None:
+    group: Any = dist.group.WORLD
+    exchange = group._exchange
+    parameter = torch.nn.Parameter(torch.ones(77), requires_grad=False)
+    for tensor in (parameter, torch.ones(78, 2)[:, 0], torch.ones(0)):
+        before = sum(len(buffers) for buffers in exchange._kept.values())
+        for _ in range(5):
+            dist.broadcast(tensor, 0)
+        assert sum(len(buffers) for buffers in exchange._kept.values()) <= before + 1
+
+
+@on("group2")
+def test_an_error_of_horo_that_a_signal_handler_raises_ends_no_operation() -> None:
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["raised"])
+        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(1))
+        return
+    thread, of_context = threading.get_ident(), context.__file__
+
+    def interrupt() -> None:
+        while sys._current_frames()[thread].f_code.co_filename != of_context:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    def raise_error(*_: object) -> None:
+        raise PeerLostError("of another group")
+
+    def fails(call: Callable[[], object]) -> None:
+        interrupts = threading.Thread(target=interrupt)
+        interrupts.start()
+        with pytest.raises(PeerLostError, match="of another group"):
+            call()
+        interrupts.join()
+
+    handler = signal.signal(signal.SIGUSR1, raise_error)
+    tensor = torch.ones(1)
+    memory = weakref.ref(tensor)
+    fails(functools.partial(dist.all_reduce, tensor))
+    tensor = torch.ones(1)
+    gc.collect()
+    assert memory() is not None
+    work = dist.all_reduce(tensor, async_op=True)
+    fails(work.wait)
+    assert not work.is_completed()
+    fails(lambda: dist.all_reduce(tensor))  # waits for the other one
+    signal.signal(signal.SIGUSR1, handler)
+    store.set("raised", "")
+    assert work.wait()
+    assert tensor.item() == 2.0
 
 
 @on("group2")

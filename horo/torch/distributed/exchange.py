@@ -167,9 +167,8 @@ class Exchange:
         )
         work = self._begin(buffer, is_async, (*call.inputs, *call.outputs), call.results, call.after)
         may_keep = call.reduction.factor is None and not any(each.is_complex() for each in call.inputs)
-        if profiling._is_profiler_enabled:
-            may_keep = False  # ``again`` would take none
-        if call.key is not None and may_keep:  # the key has no factor, and a complex tensor may be conjugated lazily
+        # the key has no factor, a complex tensor may be conjugated lazily, and ``again`` may have left what is kept
+        if call.key is not None and may_keep and not self._kept.get(call.key):
             if len(self._kept) >= _KEPT_MAX:
                 self._kept.clear()
             self._kept.setdefault(call.key, []).append(buffer)
@@ -193,9 +192,7 @@ class Exchange:
             pending.memory.hold_back(tensors)
         try:
             pending.core.run(buffer)
-        except HoroError:
-            raise
-        except BaseException:  # of a signal handler: the request goes on
+        except BaseException:  # of a signal handler, perhaps: then the request goes on
             pending.core.release_or_keep(buffer.last_handle[0], tensors)
             raise
         if after is not None:

@@ -116,14 +116,15 @@ class HoroWork(torch_distributed.Work):
                 self._pending.core.wait(self.handle, within_s)
             else:
                 self._pending.core.wait(self.handle)
-        except AbortedError as error:
-            if within_s > 0 and not self.is_completed():
+        except HoroError as error:
+            if self.is_completed():
+                self.end(error)
+            elif within_s > 0 and isinstance(error, AbortedError):
                 raise TimeoutError(
                     f"wait({within_s:g} s): the operation is not done; it goes on, and its tensors stay in use"
                 ) from None
-            self.end(error)
-        except HoroError as error:
-            self.end(error)
+            else:  # of a signal handler
+                raise
         else:
             self.end()
 
@@ -235,8 +236,11 @@ class _Memory:
                 spans.append((begin, end))
         for begin, end in spans:
             while (found := self._find(begin, end)) is not None:
-                with contextlib.suppress(HoroError):  # its own wait raises it; or it has been released
+                try:
                     self._core.wait(found[2])
+                except HoroError:  # its own wait raises it; or it has been released
+                    if self._core.in_progress(found[2]):  # of a signal handler
+                        raise
                 self.remove(found[2], [found[:2]])
         return spans
 

@@ -114,10 +114,10 @@ static void begin_stage(struct hr_engine *engine, enum hr_stage stage) {
     hr_part_expect(&engine->leaving.part, engine->leaving.flush_ns);
 }
 
-/* Ranks that this one has received from are told so before: the record may overtake what waits for room. */
+/* Ranks that this one has received from are told so before: the record may overtake what waits on its way. */
 static int has_mail_left(struct hr_engine *engine) {
     struct hr_leaving *leaving = &engine->leaving;
-    if (engine->pairs.mail.unsent == 0) {
+    if (!atomic_load(&engine->pairs.is_open) || !hr_mail_is_left(&engine->pairs.mail)) {
         return 0;
     }
     if (leaving->flush_ns == 0) {

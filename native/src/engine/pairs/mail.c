@@ -132,6 +132,16 @@ int hr_mail_flush(struct hr_mail *mail) {
     return moved ? HR_MOVED : HR_STILL;
 }
 
+int hr_mail_is_left(struct hr_mail *mail) {
+    const struct hr_node *node = mail->node;
+    if (mail->unsent > 0 || node->local_rank == 0 || node->size == node->local_size) {
+        return mail->unsent > 0;
+    }
+    struct hr_pair_head *head = &mail->rings.heads[place_of(mail, node->local_rank, 0)];
+    atomic_store(&head->wants_room, 1); /* before the look, as in send_out */
+    return atomic_load(&head->read) != atomic_load(&head->ring.written);
+}
+
 int hr_mail_is_rung(const struct hr_mail *mail) {
     return atomic_load(&mail->node->arena.blocks[mail->node->local_rank].bell) != mail->rung; /* partner: write_out */
 }

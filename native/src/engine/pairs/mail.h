@@ -76,6 +76,8 @@ hr_status hr_mail_put(struct hr_mail *mail, int rank, struct hr_mail_message mes
 int hr_mail_has_room(const struct hr_mail *mail, int rank);
 /* Moves what waits for room: enum hr_progress. */
 int hr_mail_flush(struct hr_mail *mail);
+/* Whether something waits here for room, or for the leader to pass it on: this rank is woken when that is over. */
+int hr_mail_is_left(struct hr_mail *mail);
 /* Whether something may have come that take has not seen. */
 int hr_mail_is_rung(const struct hr_mail *mail);
 /*
