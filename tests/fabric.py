@@ -51,7 +51,7 @@ def make_setups(
         life = [[-1] * len(members) for _ in members]
         for index in range(1, len(members)):
             life[0][index], life[index][0] = _pair(tcp=False)
-        wakes = [create_wake() for _ in members]
+        wakes = [create_wake() for _ in members if host_count > 1]
         arenas[host] = (create_memory(arena_bytes(len(members), segment_bytes)), wakes, life)
     setups = []
     for rank in range(grouping.size):

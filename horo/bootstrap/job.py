@@ -29,6 +29,7 @@ from horo.bootstrap.log import prepare_log
 from horo.bootstrap.mpi.data import carries_data, check_mpi, mpi_use
 from horo.bootstrap.mpi.world import open_mpi_store
 from horo.bootstrap.net.interfaces import check_interfaces
+from horo.bootstrap.net.open_files import make_room
 from horo.bootstrap.peer_info import PeerInfo, core_count, exchange_peer_info, machine_count, place_of, places_alike
 from horo.bootstrap.rendezvous import Rendezvous
 from horo.bootstrap.running_rank import Connection, RunningRank, watch
@@ -44,9 +45,9 @@ from horo.config.ignored import misspelt, passed_over
 from horo.config.settings import settings_of
 from horo.config.table import Config, LaunchVariables, drop_variables, environment, read_config, read_variables
 from horo.core.context import simd_name, version
-from horo.core.memory import arena_bytes, create_memory, create_wake
-from horo.core.setup import MpiUse, Setup, close_all, close_setup
-from horo.errors import InternalError
+from horo.core.memory import arena_bytes, create_memory
+from horo.core.setup import MpiUse, Setup, close_setup
+from horo.errors import InternalError, ResourceError
 
 __all__ = ["connect", "start"]
 
@@ -165,6 +166,8 @@ def connect(
         with open_rendezvous(store=store) as rendezvous:
             if isinstance(store, ServedStore):
                 store.check_room()  # here, where the other ranks get the error, too
+            elif torch_store is not None and (missing := make_room(2 * launch.size + 2)):
+                raise ResourceError(f"a group of {launch.size} ranks needs {missing}")
             return _join(_Start(launch, config, epoch, rendezvous, address, partial(_forget, store, leftovers)), secret)
     finally:
         store.close()
@@ -321,12 +324,7 @@ def _alone(launch: Launch, config: Config) -> Connection:
     check_interfaces(config.network_interfaces, config.told("network_interfaces"))
     grouping = Grouping((0,))
     segment_bytes = slot_bytes(config, 1)
-    memory = create_memory(arena_bytes(1, segment_bytes))
-    try:
-        arena = Arena(memory, [create_wake()], [-1])
-    except BaseException:
-        close_all([memory])
-        raise
+    arena = Arena(create_memory(arena_bytes(1, segment_bytes)), [], [-1])
     setup = setup_of(
         config,
         rank=0,

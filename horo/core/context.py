@@ -14,8 +14,8 @@ from horo.core.log_lines import LogLines
 from horo.core.pairs import Pairs
 from horo.core.request_buffer import DTYPES, OP_NAMES, OPS, REDUCE_OPS, RequestBuffer, TakenResult, Tensor, Words
 from horo.core.setup import KNOBS, Setup, close_all, native_setup, native_team
-from horo.core.stack_dump import Answers
 from horo.core.timeline import CoreTimeline
+from horo.core.watch import Watch
 from horo.core.words import STATUS_NAMES, as_words, check, error_buffer, text_of
 from horo.diagnostics.deadlock import describe_blocked
 from horo.errors import AbortedError, HoroError, ResourceError, UnsupportedError, UsageError, error_from_status
@@ -81,16 +81,19 @@ class Context(Pairs):
         """``is_logged``: messages of the core become records of the logger ``horo.engine``, else lines on stderr."""
         keep: list[Any] = []  # keeps the targets of the pointers in native alive until horo_create has copied them
         native = native_setup(setup, keep, ffi)
-        self.log_lines = LogLines(setup.rank, is_logged=is_logged)
+        self._context: Any = _NULL
+        self.log_lines, self._watch = LogLines(self.callers, is_logged=is_logged), Watch()
         native.log_queue = self.log_lines.queue
-        out = ffi.new("horo_context **")
-        error = error_buffer()
-        if (status := lib.horo_create(native, out, error, _MESSAGE_MAX)) != _OK:
+        out, error = ffi.new("horo_context **"), error_buffer()
+        try:
+            native.watch = self._watch.begin(setup.life_fds)
+            check(lib.horo_create(native, out, error, _MESSAGE_MAX), error)
+        except BaseException:
+            self._watch.close()
             self.log_lines.close()
-        check(status, error)
-        self.rank = setup.rank
-        self.size = setup.size
-        self._context: Any = out[0]
+            raise
+        self.rank, self.size = setup.rank, setup.size
+        self._context = out[0]
         self.step = ffi.new("int64_t *")
         """The step of its training that the program is in, counted from 1; 0: in none. Messages name it."""
         lib.horo_show_step(self._context, self.step)
@@ -104,9 +107,6 @@ class Context(Pairs):
         self._kept: dict[int, object] = {}
         self._final_counters: dict[str, int] = {}
         self._timeline = CoreTimeline()
-        self._answers = Answers(self._context, self.callers)
-        if setup.stall_warning_ms > 0:
-            self._answers.start()
 
     def submit(self, buffer: RequestBuffer) -> int:
         """Hands one request to the core and returns its handle (positive); never blocks.
@@ -457,15 +457,16 @@ class Context(Pairs):
         """
         lib.horo_abort(self._context, as_words(words))
         self._is_aborted = True
-        self._answers.stop()
+        self.log_lines.forget_context()
 
     def destroy(self) -> None:
         """Leaves the group and frees everything; idempotent. After an exception of a signal handler, call it again."""
         self._final_counters = self.counters()
-        self._answers.stop()
+        self.log_lines.forget_context()
         context, self._context = self._context, ffi.NULL
         lib.horo_destroy(context)
         self._timeline.finish()
+        self._watch.close()
         self.log_lines.close()
         self._kept.clear()
 

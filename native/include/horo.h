@@ -106,6 +106,7 @@ enum horo_submit_flags {
 };
 
 typedef struct horo_context horo_context;
+typedef struct horo_watch horo_watch;
 
 /* One thread of this rank that waits for a request; see horo_report_blocked. */
 typedef struct {
@@ -226,7 +227,7 @@ typedef struct {
                            are threads of one process; arena_fd is not looked at then */
     uint64_t arena_memory_bytes;          /* how long it is: room for teams to come, see horo_arena_bytes */
     uint64_t segment_bytes; /* of one arena slot, and of segments where `tuned` is NULL; equal on all ranks */
-    const int32_t *wake_fds;    /* [ranks on this host] eventfds, nonblocking, by local index, own one included */
+    const int32_t *wake_fds; /* [ranks on this host] eventfds, by local index; ignored in a job of one host */
     const int32_t *life_fds;    /* [ranks on this host] stream sockets whose EOF means death; the leader has one per
                                    other local index, the others have one, to the leader (index 0); else -1 */
     const int32_t *control_fds; /* [hosts] leaders only: stream sockets to the leaders of the hosts beside this one in
@@ -253,6 +254,7 @@ typedef struct {
     const horo_mpi *mpi;                  /* NULL: none */
     const uint64_t *tuned; /* [HORO_KNOB_COUNT] values that the job begins with and that may change, one past the limit
                               for what it begins with elsewhere; equal on all ranks; NULL: none changes */
+    struct horo_watch *watch; /* of the life lines, outlives this context; NULL: there are none */
     struct horo_log_queue *log_queue;     /* for messages of this context, which it outlives; NULL: all go to stderr */
 } horo_setup;
 
@@ -266,8 +268,8 @@ typedef struct {
     uint64_t bytes;            /* of tensors executed */
     uint64_t messages_sent;    /* control messages to other hosts */
     uint64_t link_bytes;       /* of data, handed to links to other hosts */
-    uint64_t sleeps;           /* times a driver slept in poll() */
-    uint64_t wakes;            /* eventfd writes: to others, and to this rank's background thread where it is parked */
+    uint64_t sleeps;           /* times a driver slept */
+    uint64_t wakes;            /* of others that slept, and of this rank's background thread where it is parked */
     uint64_t moves;            /* of a thread that waited to a core with fewer ranks; see leaves_crowded_cores */
     uint64_t mpi_stranded;     /* transfers given up that MPI has not given back: it may still touch their memory */
 } horo_counters;
@@ -323,6 +325,13 @@ HORO_API uint64_t horo_arena_bytes(int32_t local_size, uint64_t segment_bytes, i
  */
 HORO_API int horo_create_memory(uint64_t bytes, int32_t *descriptor, char *error, size_t error_bytes);
 HORO_API int horo_create_wake(int32_t *descriptor, char *error, size_t error_bytes);
+
+/*
+ * A thread that sleeps until a life line of any context of this process ends. HORO_OK or HORO_ERR_RESOURCE, a sentence.
+ * No context may use it when it is destroyed; in a forked child only its two descriptors are closed.
+ */
+HORO_API int horo_create_watch(horo_watch **watch, char *error, size_t error_bytes);
+HORO_API void horo_destroy_watch(horo_watch *watch);
 
 /*
  * Creates the context of one rank and starts its background thread. Does not wait for the other ranks.
@@ -431,14 +440,6 @@ HORO_API int horo_report_blocked(horo_context *context, const horo_waiting *wait
  * 0: there is none. A thread that waits looks for one about as often as signals are to be noticed. Never blocks.
  */
 HORO_API uint32_t horo_blocked_question(horo_context *context);
-/*
- * For a thread of the caller's that does nothing else: blocks until a rank that waits for this one asks where its
- * program stands, HORO_OK, which is to be said in the log and then horo_answer called; or until horo_stop_answers,
- * HORO_ERR_ABORTED. That thread must have got this before horo_destroy is called. Sleeps until then.
- */
-HORO_API int horo_await_question(horo_context *context);
-HORO_API void horo_answer(horo_context *context);
-HORO_API void horo_stop_answers(horo_context *context);
 
 /*
  * The threads that have submitted requests or waited for them, as pthread_self() of each; at most `capacity` are

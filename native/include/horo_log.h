@@ -17,8 +17,12 @@ typedef struct horo_log_queue horo_log_queue;
  */
 HORO_API horo_log_queue *horo_create_log_queue(void);
 HORO_API int horo_await_line(horo_log_queue *queue);
-/* Never blocks. *level is an enum horo_log_level. */
-HORO_API int horo_take_line(horo_log_queue *queue, int32_t *level, char *text, size_t text_bytes);
+/*
+ * Never blocks. *level is an enum horo_log_level, or HORO_LOG_QUESTION: another rank waits for this one, and asks where
+ * its program stands, which is to be logged.
+ */
+enum { HORO_LOG_QUESTION = -1 };
+HORO_API int horo_take_line(horo_log_queue *queue, int32_t *rank, int32_t *level, char *text, size_t text_bytes);
 HORO_API void horo_stop_log_queue(horo_log_queue *queue);
 HORO_API void horo_destroy_log_queue(horo_log_queue *queue);
 

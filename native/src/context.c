@@ -14,12 +14,12 @@
 #include "engine/report/report.h"
 #include "horo_pairs.h"
 #include "node/team.h"
+#include "node/watch.h"
 
 struct horo_context {
     struct hr_node node;
     struct hr_engine engine;
     struct hr_timeline timeline;
-    _Atomic int has_stopped_answers;
     struct hr_owner owner; /* a forked child has the memory but not the threads */
 };
 
@@ -52,6 +52,17 @@ HORO_API int horo_create_memory(uint64_t bytes, int32_t *descriptor, char *error
 HORO_API int horo_create_wake(int32_t *descriptor, char *error, size_t error_bytes) {
     struct hr_error failure = {0};
     return leave(hr_descriptor_event(descriptor, &failure), &failure, error, error_bytes);
+}
+
+HORO_API int horo_create_watch(horo_watch **watch, char *error, size_t error_bytes) {
+    struct hr_error failure = {0};
+    return leave(hr_watch_create(watch, &failure), &failure, error, error_bytes);
+}
+
+HORO_API void horo_destroy_watch(horo_watch *watch) {
+    if (watch != NULL) {
+        hr_watch_destroy(watch);
+    }
 }
 
 /* The node, the team of all its ranks, and the engine. HORO_OK, or a status, with nothing left behind. */
@@ -132,7 +143,6 @@ HORO_API uint64_t horo_count_of(horo_context *context, int32_t op) {
 HORO_API void horo_after_fork(horo_context *context) {
     hr_engine_close_links(&context->engine);
     hr_node_close_fds(&context->node);
-    hr_drive_close_fd(&context->engine.drive);
 }
 
 /* HORO_OK in the process that made the context; else a status, with its sentence in `error`, which may be NULL. */
@@ -337,22 +347,6 @@ HORO_API int horo_report_blocked(horo_context *context, const horo_waiting *wait
 
 HORO_API uint32_t horo_blocked_question(horo_context *context) {
     return enter(context, NULL, 0) == HORO_OK ? hr_engine_blocked_question(&context->engine) : 0;
-}
-
-HORO_API int horo_await_question(horo_context *context) {
-    HR_TRY(enter(context, NULL, 0));
-    return hr_arena_await_question(&context->node.arena, &context->has_stopped_answers) ? HORO_OK : HORO_ERR_ABORTED;
-}
-
-HORO_API void horo_answer(horo_context *context) {
-    if (enter(context, NULL, 0) == HORO_OK) {
-        hr_arena_answer(&context->node.arena);
-    }
-}
-
-HORO_API void horo_stop_answers(horo_context *context) {
-    atomic_store(&context->has_stopped_answers, 1);
-    hr_arena_stop_answers(&context->node.arena);
 }
 
 HORO_API int32_t horo_callers(horo_context *context, uint64_t *threads, int32_t capacity) {

@@ -4,15 +4,13 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import native_build
 import numpy as np
 import pytest
-from ranks import Group, Rank, run_ranks, wait_for
+from ranks import Group, Rank, wait_for
 
 from horo.core import context as _core
-from horo.core import stack_dump
 from horo.errors import AbortedError
 
 SUM = _core.REDUCE_OPS["sum"]
@@ -145,35 +143,3 @@ def test_all_of_a_tree_of_hosts_are_told_of_a_leaver_in_its_middle(leaver: int, 
                 rank.barrier("next" if i == 0 else f"later{i}")
 
     rounds([1, 1, 1, 1], 50, body)
-
-
-class LateToLeave:
-    """The core, in which the thread for answers is held up on its way out, as on a busy machine."""
-
-    def __init__(self) -> None:
-        self._lib = stack_dump.lib
-        self._is_freed = threading.Event()
-        self.seen: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._lib, name)
-
-    def horo_await_question(self, context: Any) -> int:
-        status: int = self._lib.horo_await_question(context)
-        self._is_freed.wait(0.5)  # it is not to be
-        self.seen.append("left the core")
-        return status
-
-    def horo_destroy(self, context: Any) -> None:
-        self.seen.append("freed")
-        self._is_freed.set()
-        self._lib.horo_destroy(context)
-
-
-def test_nothing_is_freed_before_the_thread_for_answers_has_left_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    core = LateToLeave()
-    monkeypatch.setattr(stack_dump, "lib", core)
-    monkeypatch.setattr(_core, "lib", core)
-    monkeypatch.setattr(stack_dump, "_END_S", 0.0)
-    run_ranks(lambda rank: rank.barrier(), (1,))
-    assert core.seen == ["left the core", "freed"]

@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import pytest
 import ranks
 from ranks import Group, Rank, recorded_stderr, wait_for
 
+from horo.core import context as core
 from horo.core import log_lines
 from horo.core.context import Context
 from horo.errors import PeerLostError
@@ -30,8 +32,8 @@ class Queue:
         self._native.lib.shim_log(self.made, WARNING, level, text.encode())
 
     def take(self) -> tuple[int, str] | None:
-        level, text = self._native.ffi.new("int32_t *"), self._native.ffi.new("char[]", 2048)
-        if self._native.lib.horo_take_line(self.made, level, text, 2048) != self._native.lib.HORO_OK:
+        rank, level, text = (self._native.ffi.new(kind) for kind in ("int32_t *", "int32_t *", "char[2048]"))
+        if self._native.lib.horo_take_line(self.made, rank, level, text, 2048) != self._native.lib.HORO_OK:
             return None
         return level[0], self._native.ffi.string(text).decode()
 
@@ -190,3 +192,56 @@ def test_a_hanging_handler_holds_up_nothing(kept: Callable[..., Kept], monkeypat
             group.run(lambda rank: wait_in_vain(rank, lambda: bool(handler.records)))
         assert not goes_on.is_set()
     goes_on.set()
+
+
+def count_log_threads() -> int:
+    return sum(thread.name == "horo log" for thread in threading.enumerate())
+
+
+def test_contexts_of_a_process_share_a_thread_which_ends_with_the_last(kept: Callable[..., Kept]) -> None:
+    kept()
+    with recorded_stderr():
+        with Group((3,)) as group:
+            group.run(lambda rank: rank.barrier())
+            with Group((2,)):
+                assert count_log_threads() == 1
+            assert count_log_threads() == 1
+        assert count_log_threads() == 0
+
+
+class LateToLeave:
+    """The core, in which the thread that finds out where the program stands is held up, as on a busy machine."""
+
+    def __init__(self) -> None:
+        self._lib = core.lib
+        self._is_freed = threading.Event()
+        self.is_inside = threading.Event()
+        self.seen: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lib, name)
+
+    def horo_callers(self, *arguments: Any) -> int:
+        if threading.current_thread().name == "horo log":
+            self.is_inside.set()
+            self._is_freed.wait(0.5)  # it is not to be
+            self.seen.append("left the core")
+        count: int = self._lib.horo_callers(*arguments)
+        return count
+
+    def horo_destroy(self, context: Any) -> None:
+        self.seen.append("freed")
+        self._is_freed.set()
+        self._lib.horo_destroy(context)
+
+
+def test_nothing_is_freed_before_the_thread_that_is_asked_has_left_the_core(
+    kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler = kept()
+    held_up = LateToLeave()
+    monkeypatch.setattr(core, "lib", held_up)
+    with recorded_stderr(), Group((2,), stall_warning_ms=300) as group:
+        group.run(lambda rank: wait_in_vain(rank, held_up.is_inside.is_set))
+    assert held_up.seen[0] == "left the core"
+    assert any("which stands here:\nthread" in text for text in handler.named("horo"))

@@ -193,7 +193,7 @@ INTERRUPTED = """
 import atexit, signal
 import torch
 import horo.torch as hvd
-from horo.core import stack_dump, context
+from horo.core import context, log_lines
 from horo.bootstrap import job
 from horo._native import ffi
 from horo.torch.engine import request_cache, runtime as _runtime
@@ -216,8 +216,8 @@ INTERRUPTIONS = {
     "init": ("hvd.shutdown(); assert not hvd.is_initialized()", "job.connect = lambda *_: interrupt(); hvd.init()"),
     "the end of shutdown": (
         "hvd.shutdown(); assert runtime.core._context == ffi.NULL",
-        "hvd.init(); runtime, stop = _runtime.current(), stack_dump.Answers.stop\n"
-        "stack_dump.Answers.stop = lambda self: (interrupt(), stop(self))\n"
+        "hvd.init(); runtime, forget = _runtime.current(), log_lines.LogLines.forget_context\n"
+        "log_lines.LogLines.forget_context = lambda self: (interrupt(), forget(self))\n"
         "hvd.shutdown()",
     ),
     "operation": (
@@ -246,8 +246,8 @@ def test_a_shutdown_that_a_handler_has_ended_by_an_exception_is_done_at_exit() -
     program = """
 atexit.register(lambda: print(runtime.core._context == ffi.NULL))  # behind all that is registered later
 hvd.init()
-runtime, stop = _runtime.current(), stack_dump.Answers.stop
-stack_dump.Answers.stop = lambda self: (interrupt(), stop(self))
+runtime, forget = _runtime.current(), log_lines.LogLines.forget_context
+log_lines.LogLines.forget_context = lambda self: (interrupt(), forget(self))
 hvd.shutdown()
 """
     assert run("pass", program, as_users_start()) == (1, "True\n", "left\n")
@@ -277,8 +277,8 @@ assert not signals and not hvd.is_initialized()
         ("init()", "connect = job.connect; job.connect = lambda *args: (interrupt(), connect(*args))[1]; hvd.init()"),
         (
             "shutdown()",
-            "hvd.init(); stop = stack_dump.Answers.stop\n"
-            "stack_dump.Answers.stop = lambda self: (stop(self), interrupt())\n"
+            "hvd.init(); forget = log_lines.LogLines.forget_context\n"
+            "log_lines.LogLines.forget_context = lambda self: (forget(self), interrupt())\n"
             "hvd.shutdown()",
         ),
     ],

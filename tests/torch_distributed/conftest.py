@@ -37,4 +37,5 @@ def _group(size: int, scope: Any = "session", *, ranks_per_host: int = 0) -> Any
 
 group2, group3, group2_on_hosts = _group(2), _group(3), _group(2, ranks_per_host=1)
 fresh_group2, fresh_group3 = _group(2, "function"), _group(3, "function")
+fresh_group4, fresh_group8 = _group(4, "function"), _group(8, "function")
 group = one_of("group2", "group3", "group2_on_hosts")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -18,11 +19,12 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from descriptors import open_descriptors
 from jobs import TORCH_S, Hororun, run_python
 from rank_pool import RankPool, on
 from torch.utils.data import DataLoader, TensorDataset
 
-from horo.errors import AbortedError, MismatchError, NotInitializedError, PeerLostError
+from horo.errors import AbortedError, HoroError, MismatchError, NotInitializedError, PeerLostError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,6 +78,16 @@ def test_groups_that_only_their_members_make_in_any_order() -> None:
         dist.destroy_process_group(made[index])
 
 
+@on("fresh_group8", deadline_s=300)
+def test_a_mesh_of_three_dimensions() -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pipe", "data", "model"))
+    for name, step in (("pipe", 4), ("data", 2), ("model", 1)):
+        rank = dist.get_rank()
+        tensor = torch.tensor([rank])
+        dist.all_reduce(tensor, group=mesh.get_group(name))
+        assert tensor.item() == 2 * rank + (step if not rank & step else -step)
+
+
 @on("group2")
 def test_meshes() -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "model"))
@@ -117,15 +129,95 @@ def test_destroy_and_init_again_leave_nothing() -> None:
 
 
 @on("group2")
-def test_one_more_group_is_cheap() -> None:
+def test_one_more_group_costs_a_thread_and_five_descriptors_even_with_futures() -> None:
     process = psutil.Process()
     dist.barrier()
     descriptors, threads = process.num_fds(), process.num_threads()
-    group = dist.new_group([0, 1])
-    dist.barrier(group=group)
-    assert process.num_fds() - descriptors <= 5  # as gloo's
-    assert process.num_threads() - threads <= 3
-    dist.destroy_process_group(group)
+    groups = [dist.new_group([0, 1]) for _ in range(20)]
+    futures = [dist.all_reduce(torch.ones(1), group=group, async_op=True).get_future() for group in groups]
+    assert [future.wait()[0].item() for future in futures] == [2.0] * len(groups)
+    dist.barrier()
+    assert process.num_fds() - descriptors <= 5 * len(groups)  # as gloo's
+    deadline = time.monotonic() + 20
+    while process.num_threads() - threads > len(groups) + 2 and time.monotonic() < deadline:  # two idle ones may stay
+        time.sleep(0.01)
+    assert process.num_threads() - threads <= len(groups) + 2
+    for group in groups:
+        dist.destroy_process_group(group)
+    dist.barrier()
+    assert process.num_fds() <= descriptors
+    assert process.num_threads() <= threads + 2
+
+
+@on("fresh_group4", deadline_s=300)
+def test_a_hundred_groups_work_and_do_nothing_when_idle() -> None:
+    process = psutil.Process()
+    descriptors = process.num_fds()
+    most = descriptors + 100 * 4 + 48  # what torch and the start of a group need beside
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    groups = [dist.new_group([0, 1, 2, 3]) for _ in range(100)]
+    tensors = [torch.full((3,), float(i)) for i in range(len(groups))]
+    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor, group in zip(tensors, groups, strict=True)]
+    for i, work in enumerate(works):
+        work.wait()
+        assert tensors[i].tolist() == [4.0 * i] * 3
+    dist.barrier()
+    own = threading.get_native_id()
+
+    def count_switches() -> int:
+        counts = 0
+        for thread in Path("/proc/self/task").iterdir():
+            if int(thread.name) != own:
+                counts += sum(int(line.split()[1]) for line in (thread / "status").open() if "_switches" in line)
+        return counts
+
+    deadline = time.monotonic() + 60
+    before = -1
+    while before != (before := count_switches()) and time.monotonic() < deadline:
+        time.sleep(1.0)  # a second without a switch: what has spun has come to rest
+    assert count_switches() - before <= 5  # of 100 threads
+    for group in groups:
+        dist.destroy_process_group(group)
+    groups.clear()
+    dist.barrier()
+    assert process.num_fds() <= descriptors
+
+
+@on("fresh_group2")
+def test_a_group_for_which_there_are_no_descriptors_leaves_nothing() -> None:
+    rank = dist.get_rank()
+    process = psutil.Process()
+    before = process.num_fds(), process.num_threads()
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before[0] + 45, before[0] + 45))
+    groups = []
+    with pytest.raises(HoroError, match=r"a group of 2 ranks needs \d+ open files, .* raise its limit"):
+        while True:
+            groups.append(dist.new_group([0, 1]))
+    assert 0 < len(groups) < 45
+    for group in groups:
+        dist.barrier(group=group)
+        dist.destroy_process_group(group)
+    dist.barrier()
+    assert (process.num_fds(), process.num_threads()) <= before
+    dist.destroy_process_group(dist.new_group([0, 1]))
+
+
+@on("fresh_group2")
+def test_one_thread_watches_the_other_ranks_for_all_groups() -> None:
+    """It ends with the last group, and a forked child keeps none of its descriptors."""
+
+    def count_watches() -> int:
+        return sum("eventpoll" in kind for _, kind in open_descriptors())
+
+    dist.new_group([0, 1])
+    assert count_watches() == 1
+    if (child := os.fork()) == 0:
+        os._exit(count_watches())
+    assert os.waitpid(child, 0)[1] == 0
+    dist.barrier()
+    dist.destroy_process_group()
+    assert count_watches() == 0
 
 
 @on("group2")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import os
 import threading
 import weakref
 from collections import deque
@@ -24,6 +25,8 @@ from horo.torch.engine.operation import count_change
 __all__ = ["DONE", "HoroWork", "Pending"]
 
 _NO_TIMEOUT = timedelta(0)
+_IDLE_MOST = 2
+"""Idle threads for futures: a step of DDP needs so many, again and again."""
 _IS_FORGOTTEN = forgets_works()
 _HELD_MAX = 64
 """Works that nobody has waited for, at most; C++ of torch has waited for each before it began so many more."""
@@ -265,12 +268,7 @@ class _Memory:
 
 
 class Pending:
-    """The operations in progress of one group, and the threads that complete their futures.
-
-    One thread at a time sleeps in the core. Completing a future runs what the program has put behind it with ``then``,
-    which may wait for other futures: another thread sleeps in the core meanwhile. There are as many threads as were
-    ever needed at once, and none before the first future.
-    """
+    """The operations in progress of one group, and the futures that are to be completed."""
 
     def __init__(self, core: Context) -> None:
         self.core = core
@@ -278,74 +276,63 @@ class Pending:
         self.memory = _Memory(core)
         self._held: dict[HoroWork, None] = {}
         """In the order of their beginnings: works that C++ may have, where torch does not keep them for it."""
-        self._futures: deque[tuple[HoroWork, torch.futures.Future[Any]]] = deque()
-        self._changed = threading.Condition()
-        self._idle = 0
-        """Threads that neither sleep in the core nor complete a future."""
-        self._is_awaited = False
-        """A thread is in the core."""
-        self._stopping = False
+        self.futures: deque[tuple[HoroWork, torch.futures.Future[Any]]] = deque()
+        self.is_awaited = False
+        """A thread is in the core for them, or on its way."""
+        self._is_stopping = False
+        with _threads.changed:
+            _threads.groups += 1
 
     def hold(self, work: HoroWork) -> None:
         """Keeps a work until it was waited for or has a future, or many others have begun."""
-        with self._changed:
+        with _threads.changed:
             self._held[work] = None
             if len(self._held) > _HELD_MAX:
                 del self._held[next(iter(self._held))]
 
     def let_go(self, work: HoroWork) -> None:
         """Ends ``hold``."""
-        with self._changed:
+        with _threads.changed:
             self._held.pop(work, None)
 
     def complete_later(self, work: HoroWork, future: torch.futures.Future[Any]) -> None:
         """Has a thread complete ``future`` when ``work`` is done."""
-        with self._changed:
-            if not self._stopping:
-                self._futures.append((work, future))
-                self._find_thread()
+        with _threads.changed:
+            if not self._is_stopping:
+                self.futures.append((work, future))
+                _threads.await_for(self)
                 return
         work.settle(future)
 
-    def _find_thread(self) -> None:
-        if self._futures and not self._is_awaited:
-            if self._idle:
-                self._changed.notify_all()
-            else:
-                OwnThread(target=self._complete, name="horo futures", daemon=True).start()
-
-    def _complete(self) -> None:
-        while True:
-            with self._changed:
-                self._idle += 1
-                while (self._is_awaited or not self._futures) and not self._stopping:
-                    self._changed.wait()
-                self._idle -= 1
-                if self._stopping:
-                    return
-                self._is_awaited = True
-                waited = list(self._futures)
+    def complete_first(self) -> None:
+        """Sleeps until an operation is done, and completes its future; those of others that are done, too."""
+        done: list[tuple[HoroWork, torch.futures.Future[Any]]] = []
+        while not done and not self._is_stopping:
+            with _threads.changed:
+                waited = list(self.futures)
             if not any(work.is_completed() for work, _ in waited):
                 wait_a_moment(self.core, [work.handle for work, _ in waited])
             done = [pair for pair in waited if pair[0].is_completed()]
-            for work, _ in done:
-                work.exception()  # its results come to their places
-            with self._changed:
-                for pair in done:
-                    self._futures.remove(pair)
-                self._is_awaited = False
-                self._changed.notify_all()
-                self._find_thread()
-            for work, future in done:
-                work.settle(future)
+        for work, _ in done:
+            work.exception()  # its results come to their places
+        with _threads.changed:
+            for pair in done:
+                self.futures.remove(pair)
+            self.is_awaited = False
+            if not self._is_stopping:
+                _threads.await_for(self)
+            _threads.changed.notify_all()
+        for work, future in done:
+            work.settle(future)
 
     def stop(self) -> None:
         """Returns when no thread is in the core. Futures that are not complete wait for ``settle_all``."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-            while self._is_awaited:
-                self._changed.wait()
+        with _threads.changed:
+            self._is_stopping = True
+            while self.is_awaited:
+                _threads.changed.wait()
+            _threads.groups -= 1
+            _threads.changed.notify_all()
 
     def give_up(self, error: HoroError) -> None:
         """Ends what is left with ``error``, when the context is gone."""
@@ -355,6 +342,49 @@ class Pending:
 
     def settle_all(self) -> None:
         """Completes the futures that are left, whose operations have ended."""
-        while self._futures:
-            work, future = self._futures.popleft()
+        while self.futures:
+            work, future = self.futures.popleft()
             work.settle(future)
+
+
+class _Threads:
+    """The threads of this process that complete futures of all groups.
+
+    For each group that has futures, one thread at a time sleeps in the core. Completing a future runs what the program
+    has put behind it with ``then``, which may wait for other futures: another thread sleeps in the core meanwhile.
+    There are as many threads as are needed at once, a few idle ones, none before the first future or without a group.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.groups = 0
+        self._wanted: deque[Pending] = deque()
+        """Groups for which a thread is to be in the core, and is not yet."""
+        self._idle = 0
+
+    def await_for(self, pending: Pending) -> None:
+        """Sends a thread to the core for futures, unless it has one there; the caller has ``changed``."""
+        if pending.futures and not pending.is_awaited:
+            pending.is_awaited = True
+            self._wanted.append(pending)
+            if self._idle >= len(self._wanted):
+                self.changed.notify_all()
+            else:
+                OwnThread(target=self._complete, name="horo futures", daemon=True).start()
+
+    def _complete(self) -> None:
+        while True:
+            with self.changed:
+                self._idle += 1
+                while not self._wanted and self.groups and self._idle <= _IDLE_MOST:
+                    self.changed.wait()
+                self._idle -= 1
+                if not self._wanted:
+                    return
+                pending = self._wanted.popleft()
+            pending.complete_first()
+            del pending  # an idle thread keeps no group
+
+
+_threads = _Threads()
+os.register_at_fork(after_in_child=_threads.__init__)  # type: ignore[misc]  # they are the parent's

@@ -17,6 +17,7 @@
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <time.h>
 
 #include "base/status.h"
 
@@ -101,8 +102,9 @@ struct hr_arena_block {
     /* changes whenever something has moved there, seen when it begins to wait */
     _Atomic uint64_t moves;
     _Alignas(HR_LINE) _Atomic uint64_t log_executed[HR_TEAMS_MAX]; /* see place in executor.h */
-    /* questions, counted by who asks, and those answered; see below */
+    /* questions where its program stands, counted by who asks, and those answered; see hr_node_ask */
     _Alignas(HR_LINE) _Atomic uint32_t asked;
+    _Atomic uint32_t calls; /* of its background thread, see hr_node_call; by anybody */
     _Atomic uint32_t answered;
     _Atomic uint32_t answers; /* there is somebody who does */
     /* for those who read its memory, see collective/direct.c; process 0: nobody can */
@@ -237,22 +239,19 @@ void hr_arena_keep_last_words(struct hr_arena *arena, int rank, const char *word
 /* The words of a rank, terminated; NULL: nobody here has them. They live as long as the arena and do not change. */
 const char *hr_arena_last_words(const struct hr_arena *arena, int rank);
 
+/* ---- Sleeping on a word ---- */
+
+/* Whoever sleeps on a word, in any process, wakes up. A change of the word comes first. */
+void hr_word_wake(_Atomic uint32_t *word);
+/*
+ * Sleeps while the word has this value, NULL: for any time. 1 when woken, perhaps for no reason, or if the value is
+ * another; 0 when the time is up; -1 for a signal.
+ */
+int hr_word_sleep(_Atomic uint32_t *word, uint32_t value, const struct timespec *timeout);
+
 /* ---- Questions ---- */
 
-/*
- * A rank is asked where its program stands, by a rank of its host that waits for it. A thread that does nothing else
- * sleeps on the word in which questions are counted, whoever else of that process computes, and answers in its log.
- */
-
-/* Any thread of any rank of the host. */
-void hr_arena_ask(struct hr_arena *arena, int local_rank);
-/* Whether a question has had no answer yet; 0 also for a rank that answers none. */
+/* Whether a question (hr_node_ask) has had no answer yet; 0 also for a rank that answers none. */
 int hr_arena_owes_answer(const struct hr_arena *arena, int local_rank);
-
-/* The thread that answers: blocks until this rank is asked, 1, or *stop is set, 0. */
-int hr_arena_await_question(struct hr_arena *arena, const _Atomic int *stop);
-void hr_arena_answer(struct hr_arena *arena);
-/* After *stop has been set. */
-void hr_arena_stop_answers(struct hr_arena *arena);
 
 #endif

@@ -19,6 +19,8 @@ struct entry {
     int rank;
     int level;
     int is_shown; /* on stderr */
+    _Atomic uint32_t *answered; /* by a question; NULL: by any other */
+    uint32_t question;
     char text[HR_LOG_TEXT_BYTES];
 };
 
@@ -49,6 +51,9 @@ static struct entry *take_first(struct horo_log_queue *queue) {
     queue->first = (queue->first + 1) % HR_LOG_QUEUE_LINES;
     queue->count--;
     atomic_store_explicit(&queue->untaken_since_ns, queue->count == 0 ? 0 : hr_now_ns(), memory_order_relaxed);
+    if (entry->answered != NULL) {
+        atomic_store(entry->answered, entry->question);
+    }
     return entry;
 }
 
@@ -76,7 +81,7 @@ static void write_all(struct horo_log_queue *queue) {
  * 1 if the message will be taken, or written to stderr if it cannot be; 0 if the queue takes no more: it has been
  * stopped, or belongs to the process that this one was forked from. One that is not shown is never written to stderr.
  */
-static int put(struct horo_log_queue *queue, int rank, int is_shown, int level, const char *text) {
+static int put(struct horo_log_queue *queue, const struct entry *message) {
     if (!hr_owner_is_here(&queue->owner)) {
         return 0; /* its lock may have been held at the fork */
     }
@@ -89,11 +94,7 @@ static int put(struct horo_log_queue *queue, int rank, int is_shown, int level, 
         if (queue->count == 0) {
             atomic_store_explicit(&queue->untaken_since_ns, hr_now_ns(), memory_order_relaxed);
         }
-        struct entry *entry = &queue->entries[(queue->first + queue->count++) % HR_LOG_QUEUE_LINES];
-        entry->rank = rank;
-        entry->level = level;
-        entry->is_shown = is_shown;
-        (void)snprintf(entry->text, sizeof entry->text, "%s", text);
+        queue->entries[(queue->first + queue->count++) % HR_LOG_QUEUE_LINES] = *message;
         (void)pthread_cond_signal(&queue->changed);
     }
     (void)pthread_mutex_unlock(&queue->lock);
@@ -105,15 +106,36 @@ void hr_log(const struct hr_log *log, int level, const char *format, ...) {
     if ((!is_shown && log->queue == NULL) || level < HORO_LOG_TRACE || level > HORO_LOG_ERROR) {
         return;
     }
-    char text[HR_LOG_TEXT_BYTES];
+    struct entry message = {.rank = log->rank, .level = level, .is_shown = is_shown};
     va_list arguments;
     va_start(arguments, format);
-    const int length = vsnprintf(text, sizeof text, format, arguments);
+    const int length = vsnprintf(message.text, sizeof message.text, format, arguments);
     va_end(arguments);
-    const int is_kept = log->queue != NULL && put(log->queue, log->rank, is_shown, level, text);
+    const int is_kept = log->queue != NULL && put(log->queue, &message);
     if (length >= 0 && is_shown && !is_kept) {
-        write_line(log->rank, level, text);
+        write_line(log->rank, level, message.text);
     }
+}
+
+void hr_log_ask(const struct hr_log *log, _Atomic uint32_t *answered, uint32_t question) {
+    const struct entry message = {
+        .rank = log->rank, .level = HORO_LOG_QUESTION, .answered = answered, .question = question};
+    if (log->queue != NULL) {
+        (void)put(log->queue, &message);
+    }
+}
+
+void hr_log_end(const struct hr_log *log, const _Atomic uint32_t *answered) {
+    struct horo_log_queue *queue = log->queue;
+    if (queue == NULL || !hr_owner_is_here(&queue->owner)) {
+        return;
+    }
+    (void)pthread_mutex_lock(&queue->lock);
+    for (int i = 0; i < queue->count; i++) {
+        struct entry *entry = &queue->entries[(queue->first + i) % HR_LOG_QUEUE_LINES];
+        entry->answered = entry->answered == answered ? NULL : entry->answered;
+    }
+    (void)pthread_mutex_unlock(&queue->lock);
 }
 
 int64_t hr_log_check(const struct hr_log *log, int64_t now_ns) {
@@ -145,7 +167,7 @@ HORO_API int horo_await_line(horo_log_queue *queue) {
     return is_there ? HORO_OK : HORO_ERR_ABORTED;
 }
 
-HORO_API int horo_take_line(horo_log_queue *queue, int32_t *level, char *text, size_t text_bytes) {
+HORO_API int horo_take_line(horo_log_queue *queue, int32_t *rank, int32_t *level, char *text, size_t text_bytes) {
     if (queue == NULL || !hr_owner_is_here(&queue->owner)) {
         return HORO_IN_PROGRESS;
     }
@@ -153,6 +175,7 @@ HORO_API int horo_take_line(horo_log_queue *queue, int32_t *level, char *text, s
     const int is_there = queue->count > 0;
     if (is_there) {
         const struct entry *entry = take_first(queue);
+        *rank = entry->rank;
         *level = entry->level;
         (void)snprintf(text, text_bytes, "%s", entry->text);
     }

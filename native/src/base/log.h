@@ -6,6 +6,8 @@
 #ifndef HR_BASE_LOG_H
 #define HR_BASE_LOG_H
 
+#include <stdatomic.h>
+
 #include "horo.h"
 
 /* Room in the queue for so many messages, and what each may have, with its terminator. */
@@ -18,6 +20,14 @@ struct hr_log {
 };
 
 void hr_log(const struct hr_log *log, int level, const char *format, ...) __attribute__((format(printf, 3, 4)));
+
+/*
+ * Another rank asks where the program of this one stands: whoever takes that from the queue finds out and logs it, and
+ * *answered becomes `question` when it is taken. Nothing without a queue. Afterwards hr_log_end must come before
+ * *answered is gone.
+ */
+void hr_log_ask(const struct hr_log *log, _Atomic uint32_t *answered, uint32_t question);
+void hr_log_end(const struct hr_log *log, const _Atomic uint32_t *answered);
 
 /*
  * Writes the queue to stderr where nobody has taken a message for seconds: a call of the program keeps the interpreter,

@@ -1,9 +1,7 @@
 #include "node/node.h"
 
-#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include "arena/arena.h"
@@ -23,19 +21,27 @@ char *hr_node_name_rank(const struct hr_node *node, int rank, char *out, size_t 
     return out;
 }
 
-static void write_event(struct hr_node *node, int local_rank) {
-    const uint64_t one = 1;
-    const ssize_t written = write(node->wake_fds[local_rank], &one, sizeof one);
-    (void)written; /* a full counter is readable all the same */
+static void wake_up(struct hr_node *node, int local_rank) {
+    if (node->wake_fds == NULL) {
+        hr_word_wake(&node->arena.blocks[local_rank].sleeping);
+    } else {
+        const uint64_t one = 1;
+        const ssize_t written = write(node->wake_fds[local_rank], &one, sizeof one);
+        (void)written; /* a full counter is readable all the same */
+    }
     atomic_fetch_add_explicit(&node->wakes, 1, memory_order_relaxed);
 }
 
 void hr_node_wake(struct hr_node *node, int local_rank) {
     _Atomic uint32_t *sleeping = &node->arena.blocks[local_rank].sleeping;
-    /* Partner: the store in sleep_until_woken. The exchange lets only one of several wakers pay for the write. */
+    /* Partner: the store in set_mark. The exchange lets only one of several wakers pay for the system call. */
     if (atomic_load(sleeping) != 0 && atomic_exchange(sleeping, 0) != 0) {
-        write_event(node, local_rank);
+        wake_up(node, local_rank);
     }
+}
+
+void hr_node_rouse(struct hr_node *node) {
+    wake_up(node, node->local_rank);
 }
 
 void hr_node_wake_all(struct hr_node *node) {
@@ -47,13 +53,14 @@ void hr_node_wake_all(struct hr_node *node) {
 }
 
 /*
- * Every eventfd is written, whether its rank says that it sleeps or not, and whether or not this abort was the first:
- * who cleared a sleeper's mark, or aborted first, may have been killed before it wrote.
+ * Every rank is woken, whether it says that it sleeps or not, and whether or not this abort was the first: who cleared
+ * a sleeper's mark, or aborted first, may have been killed before it woke anybody.
  */
 void hr_node_pass_abort(struct hr_node *node, struct hr_abort end) {
     hr_arena_end_once(&node->arena.header->abort_word, end);
     for (int i = 0; i < node->local_size; i++) {
-        write_event(node, i); /* my own too: the caller need not be the driver */
+        atomic_store(&node->arena.blocks[i].sleeping, 0);
+        wake_up(node, i); /* me too: the caller need not be the driver */
     }
 }
 
@@ -66,65 +73,38 @@ void hr_node_end(struct hr_node *node, int code, int rank, const char *words, si
     hr_node_abort(node, code, rank, HR_REASON_ENDED);
 }
 
-/* By way of the lowest rank, which alone has life lines to all; it passes the call on. */
-void hr_node_call(const struct hr_node *node, int local_rank) {
-    const int direct = atomic_load_explicit(&node->life_fds[local_rank], memory_order_relaxed);
-    const int fd = direct >= 0 ? direct : atomic_load_explicit(&node->life_fds[0], memory_order_relaxed);
-    const uint16_t called = (uint16_t)local_rank;
-    if (fd >= 0) {
-        (void)send(fd, &called, sizeof called, MSG_DONTWAIT | MSG_NOSIGNAL);
+void hr_node_call(struct hr_node *node, int local_rank) {
+    _Atomic uint32_t *calls = &node->arena.blocks[local_rank].calls;
+    (void)atomic_fetch_add(calls, 1);
+    hr_word_wake(calls);
+}
+
+void hr_node_pass_questions(struct hr_node *node) {
+    struct hr_arena_block *block = &node->arena.blocks[node->local_rank];
+    const uint32_t asked = atomic_load(&block->asked); /* partner: hr_node_ask */
+    if (atomic_load_explicit(&node->asked, memory_order_relaxed) != asked &&
+        atomic_exchange(&node->asked, asked) != asked) {
+        hr_log_ask(&node->log, &block->answered, asked);
     }
 }
 
-size_t hr_node_life_fds(const struct hr_node *node, struct pollfd *fds) {
-    size_t count = 0;
-    for (int i = 0; i < node->local_size; i++) {
-        const int fd = atomic_load_explicit(&node->life_fds[i], memory_order_relaxed);
-        if (fd >= 0) {
-            fds[count++] = (struct pollfd){.fd = fd, .events = POLLIN};
-        }
+void hr_node_ask(struct hr_node *node, int local_rank) {
+    (void)atomic_fetch_add(&node->arena.blocks[local_rank].asked, 1);
+    if (local_rank == node->local_rank) {
+        hr_node_pass_questions(node);
+    } else {
+        hr_node_wake(node, local_rank);
+        hr_node_call(node, local_rank);
     }
-    return count;
 }
 
-/* All that is ever sent on a life line are calls to wake up (hr_node_call), which are taken out here. */
-static int has_ended(const struct hr_node *node, int fd) {
-    uint16_t called[32];
-    ssize_t count;
-    while ((count = recv(fd, called, sizeof called, MSG_DONTWAIT)) > 0) {
-        for (size_t i = 0; i < (size_t)count / sizeof *called; i++) {
-            if (called[i] != node->local_rank && called[i] < node->local_size) {
-                hr_node_call(node, called[i]);
-            }
-        }
-    }
-    return count == 0 || (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR);
-}
-
-static void close_life_line(struct hr_node *node, int local_rank, int fd) {
-    int expected = fd;
-    if (!atomic_compare_exchange_strong(&node->life_fds[local_rank], &expected, -1)) {
-        return; /* the other thread was first */
-    }
+void hr_node_lose(struct hr_node *node, int local_rank) {
     const uint32_t state = atomic_load(&node->arena.blocks[local_rank].state);
     /* A leader is needed to the end: through it the others hear of deaths. */
     const int is_needed =
         local_rank == 0 || state == HR_MEMBER_ABSENT || !hr_arena_has_closed(&node->arena, local_rank);
     if (state != HR_MEMBER_LEFT && is_needed) {
         hr_node_abort(node, HORO_ERR_PEER_LOST, node->rank_of_local[local_rank], HR_REASON_EXITED);
-    }
-}
-
-void hr_node_watch(struct hr_node *node, const struct pollfd *fds, size_t count) {
-    for (size_t k = 0; k < count; k++) {
-        if (fds[k].revents == 0 || !has_ended(node, fds[k].fd)) {
-            continue;
-        }
-        for (int i = 0; i < node->local_size; i++) {
-            if (atomic_load_explicit(&node->life_fds[i], memory_order_relaxed) == fds[k].fd) {
-                close_life_line(node, i, fds[k].fd);
-            }
-        }
     }
 }
 

@@ -45,10 +45,12 @@ struct hr_node {
     uint64_t proof[HR_PROOF_WORDS]; /* see collective/direct.c */
     struct hr_mpi mpi;              /* without ops: none */
     const struct hr_kernel *kernel;
-    int *wake_fds;         /* [local_size] */
+    int *wake_fds;         /* [local_size]; NULL: all ranks are on this host, and woken through the arena */
     int *owned_fds;        /* all descriptors but the transport's, for closing */
     int owned_fd_count;
-    _Atomic int *life_fds; /* [local_size]; -1: none or closed; see hr_node_watch */
+    int *life_fds;         /* [local_size]; -1: none or ended; under the lock of the watch */
+    struct horo_watch *watch;     /* see watch.h; NULL: there are no life lines */
+    struct hr_node *next_watched;
     int sockets_per_peer; /* of data links */
     struct hr_sleep sleep; /* the driver's */
     size_t poll_count;     /* how many descriptors a sleep may have to name */
@@ -57,6 +59,7 @@ struct hr_node {
     int64_t stall_warning_ns;  /* 0: never */
     int64_t stall_shutdown_ns; /* 0: never */
     int64_t poll_within_ns;    /* a GPU is waited for, of which no event tells: the longest sleep; 0: it is not */
+    _Atomic uint32_t asked;    /* questions passed to the log */
     int watching;              /* the transport, if there is one, supervises its links */
     struct hr_log log;
     struct hr_recorder recorder;
@@ -89,8 +92,22 @@ int hr_node_progress(struct hr_node *node);
 hr_status hr_node_add_transport(struct hr_node *node, struct hr_transport *transport, int host_count);
 void hr_node_drop_transport(struct hr_node *node, const struct hr_transport *transport, int host_count);
 
-/* Wakes another rank of the host, even if its background thread is parked. Any thread. */
-void hr_node_call(const struct hr_node *node, int local_rank);
+/*
+ * Wakes the background thread of a rank of the host where it is parked: it looks whether it must drive. It sleeps while
+ * the count of calls is what it was before its last look. Any thread.
+ */
+void hr_node_call(struct hr_node *node, int local_rank);
+static inline uint32_t hr_node_calls(const struct hr_node *node) {
+    return atomic_load(&node->arena.blocks[node->local_rank].calls);
+}
+
+/*
+ * Asks a rank of the host, which waits for nothing, where its program stands. Whichever thread is woken there passes
+ * that to the log, whoever computes. Any thread.
+ */
+void hr_node_ask(struct hr_node *node, int local_rank);
+/* To the log, what this rank has been asked since. Before each sleep, by any thread. */
+void hr_node_pass_questions(struct hr_node *node);
 
 /* Ends the group: the first reason counts. Wakes everybody, who all look for it (hr_ready). Any thread. */
 void hr_node_abort(struct hr_node *node, int code, int rank, enum hr_abort_reason reason);
@@ -99,10 +116,10 @@ void hr_node_pass_abort(struct hr_node *node, struct hr_abort end);
 /* The same with the sentence that everybody is told: of a rank whose program ended with an error, and the like. */
 void hr_node_end(struct hr_node *node, int code, int rank, const char *words, size_t bytes);
 
-/* Looks at the life lines that poll() reported in fds[0..count). Any thread. */
-void hr_node_watch(struct hr_node *node, const struct pollfd *fds, size_t count);
-/* Fills fds with the life lines still open; returns how many. Any thread. */
-size_t hr_node_life_fds(const struct hr_node *node, struct pollfd *fds);
+/* The life line to a rank of the host has ended. Any thread. */
+void hr_node_lose(struct hr_node *node, int local_rank);
+/* Wakes the background thread of this rank out of poll(). Any thread. */
+void hr_node_rouse(struct hr_node *node);
 
 /*
  * Gives memory back that a transport may have had: `release` is called with it now, or never where MPI still holds some

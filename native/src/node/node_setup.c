@@ -6,24 +6,31 @@
 #include <unistd.h>
 
 #include "node/team.h"
+#include "node/watch.h"
 
 static hr_status allocate(struct hr_node *node, const horo_setup *setup, const struct hr_team *world) {
     const size_t local = (size_t)world->local_size;
     node->local_rank = world->local_rank;
     node->local_size = world->local_size;
-    node->poll_count = 1 + local;
+    node->poll_count = 1;
     node->rank_of_local = calloc(local, sizeof *node->rank_of_local);
     node->core_choice.core_of = calloc(local, sizeof *node->core_choice.core_of);
-    node->wake_fds = calloc(local, sizeof *node->wake_fds);
+    node->wake_fds = node->host_count == 1 ? NULL : calloc(local, sizeof *node->wake_fds);
     node->life_fds = calloc(local, sizeof *node->life_fds);
     node->owned_fds = calloc(2 * local + 1, sizeof *node->owned_fds);
     node->host_name_of_rank = calloc((size_t)node->size, sizeof *node->host_name_of_rank);
-    if (node->rank_of_local == NULL || node->core_choice.core_of == NULL || node->wake_fds == NULL ||
-        node->life_fds == NULL || node->owned_fds == NULL || node->host_name_of_rank == NULL ||
-        hr_sleep_reserve(&node->sleep, node->poll_count) != HORO_OK) {
+    if (node->rank_of_local == NULL || node->core_choice.core_of == NULL ||
+        (node->wake_fds == NULL && node->host_count > 1) || node->life_fds == NULL || node->owned_fds == NULL ||
+        node->host_name_of_rank == NULL || hr_sleep_reserve(&node->sleep, node->poll_count) != HORO_OK) {
         return HORO_ERR_RESOURCE;
     }
     memcpy(node->rank_of_local, world->rank_of_local, local * sizeof *node->rank_of_local);
+    for (int i = 0; i < node->local_size; i++) {
+        node->life_fds[i] = i == node->local_rank ? -1 : setup->life_fds[i];
+        if (node->wake_fds != NULL) {
+            node->wake_fds[i] = setup->wake_fds[i];
+        }
+    }
     for (int r = 0; r < node->size; r++) {
         node->host_name_of_rank[r] = strdup(setup->host_name_of_rank[r]);
         if (node->host_name_of_rank[r] == NULL) {
@@ -47,7 +54,7 @@ static void free_places(struct hr_node *node) {
     free(node->rank_of_local);
     free(node->core_choice.core_of);
     free(node->wake_fds);
-    free((void *)node->life_fds);
+    free(node->life_fds);
     free(node->owned_fds);
     free(node->sleep.fds);
     free((void *)node->transports);
@@ -215,6 +222,9 @@ static int connect_parts(struct hr_node *node, const horo_setup *setup, struct h
     if (status == HORO_OK && node->host_count > 1) {
         status = connect_world(node, setup, world, error);
     }
+    if (status == HORO_OK && node->watch != NULL) {
+        status = hr_watch_add(node->watch, node, error);
+    }
     if (status != HORO_OK) {
         hr_team_close_links(world);
         hr_partition_unmap(&node->arena, &world->partition);
@@ -250,6 +260,7 @@ hr_status hr_node_init(struct hr_node *node, const horo_setup *setup, struct hr_
         .stall_shutdown_ns = (int64_t)setup->stall_shutdown_ms * 1000000,
         .sockets_per_peer = setup->sockets_per_peer == 0 ? 1 : setup->sockets_per_peer,
         .core_choice = {.enabled = setup->leaves_crowded_cores != 0},
+        .watch = setup->watch,
         .sleeps_under_contention = setup->sleeps_under_contention != 0,
         .log = {.level = setup->log_level, .rank = setup->rank, .queue = setup->log_queue},
     };
@@ -269,20 +280,17 @@ hr_status hr_node_init(struct hr_node *node, const horo_setup *setup, struct hr_
         free_places(node);
         return status;
     }
-    for (int i = 0; i < node->local_size; i++) {
-        node->wake_fds[i] = setup->wake_fds[i];
-        atomic_store(&node->life_fds[i], i == node->local_rank ? -1 : setup->life_fds[i]);
-    }
     world->tuning.direct = (size_t)setup->direct_bytes;
     show_process(node);
     hr_partition_enter(&node->arena, world->number);
+    atomic_store(&node->arena.blocks[node->local_rank].answers, node->log.queue != NULL && node->stall_warning_ns > 0);
     atomic_store(&node->arena.blocks[node->local_rank].state, HR_MEMBER_PRESENT);
     return HORO_OK;
 }
 
 void hr_node_own(struct hr_node *node, const horo_setup *setup) {
     for (int i = 0; i < node->local_size; i++) {
-        own(node, setup->wake_fds[i]);
+        own(node, node->wake_fds == NULL ? -1 : setup->wake_fds[i]);
         own(node, i == node->local_rank ? -1 : setup->life_fds[i]);
     }
     own(node, setup->arena_fd);
@@ -293,6 +301,9 @@ void hr_node_own(struct hr_node *node, const horo_setup *setup) {
 }
 
 void hr_node_close_fds(struct hr_node *node) {
+    if (node->watch != NULL) {
+        hr_watch_remove(node->watch, node);
+    }
     for (int i = 0; i < node->owned_fd_count; i++) {
         (void)close(node->owned_fds[i]);
     }
@@ -305,6 +316,7 @@ static void unmap_arena(void *arena) {
 
 void hr_node_fini(struct hr_node *node) {
     hr_node_close_fds(node);
+    hr_log_end(&node->log, &node->arena.blocks[node->local_rank].answered);
     hr_node_bury(node, &node->arena, unmap_arena);
     free_places(node);
 }

@@ -162,16 +162,21 @@ static int64_t shorter(int64_t a_ns, int64_t b_ns) {
     return a_ns < 0 || (b_ns >= 0 && b_ns < a_ns) ? b_ns : a_ns;
 }
 
-/* With the mark set that this rank sleeps, so that whoever changes something from here on writes its eventfd. */
-static void name_fds(const struct hr_node *node, struct hr_sleep *sleep, size_t room) {
+/* With the mark set that this rank sleeps, so that whoever changes something from here on wakes it. */
+static void name_events(const struct hr_node *node, struct hr_sleep *sleep) {
+    sleep->look_ns = node->poll_within_ns > 0 ? node->poll_within_ns : -1; /* the longest sleep; -1: any */
+    if (node->wake_fds == NULL) {
+        sleep->word = &node->arena.blocks[node->local_rank].sleeping;
+        sleep->value = 1;
+        return;
+    }
     struct pollfd *fds = sleep->fds;
     fds[0] = (struct pollfd){.fd = node->wake_fds[node->local_rank], .events = POLLIN};
-    sleep->life_count = hr_node_life_fds(node, fds + 1);
-    sleep->count = 1 + sleep->life_count;
-    sleep->look_ns = node->poll_within_ns > 0 ? node->poll_within_ns : -1; /* the longest sleep; -1: any */
+    sleep->word = NULL;
+    sleep->count = 1;
     for (int i = 0; i < node->transport_count; i++) {
         sleep->look_ns = shorter(sleep->look_ns, hr_transport_poll_within_ns(node->transports[i]));
-        const size_t left = room - sleep->count;
+        const size_t left = sleep->capacity - sleep->count;
         const size_t links = node->transports[i]->ops->sleep_fds(node->transports[i], fds + sleep->count, left);
         if (links > left) { /* there was no memory for them all */
             sleep->look_ns = shorter(sleep->look_ns, LOOK_AT_UNNAMED_NS);
@@ -183,6 +188,7 @@ static void name_fds(const struct hr_node *node, struct hr_sleep *sleep, size_t 
 static int set_mark(struct hr_node *node, hr_ready ready, void *arg) {
     _Atomic uint32_t *sleeping = &node->arena.blocks[node->local_rank].sleeping;
     atomic_store(sleeping, 1); /* partner: hr_node_wake */
+    hr_node_pass_questions(node);
     node->looks_at_all = 1;
     const int is_ready = ready(node, arg);
     node->looks_at_all = 0;
@@ -199,12 +205,14 @@ int hr_node_sleep(const struct hr_sleep *sleep) {
         timeout_ns = shorter(timeout_ns, left_ns < 0 ? 0 : left_ns);
     }
     const struct timespec timeout = {.tv_sec = timeout_ns / 1000000000, .tv_nsec = timeout_ns % 1000000000};
-    return ppoll(sleep->fds, (nfds_t)sleep->count, timeout_ns < 0 ? NULL : &timeout, NULL);
+    const struct timespec *longest = timeout_ns < 0 ? NULL : &timeout;
+    return sleep->word != NULL ? hr_word_sleep(sleep->word, sleep->value, longest)
+                               : ppoll(sleep->fds, (nfds_t)sleep->count, longest, NULL);
 }
 
 void hr_node_end_sleep(struct hr_node *node, const struct hr_sleep *sleep) {
     atomic_store(&node->arena.blocks[node->local_rank].sleeping, 0);
-    if (sleep != NULL && sleep->fds[0].revents != 0) {
+    if (sleep != NULL && sleep->word == NULL && sleep->fds[0].revents != 0) {
         uint64_t drained;
         const ssize_t got = read(sleep->fds[0].fd, &drained, sizeof drained);
         (void)got; /* nonblocking; whatever it says, the driver looks at its condition next */
@@ -219,18 +227,12 @@ static enum awoken sleep_until_woken(struct hr_node *node, hr_ready ready, void 
         return NOT_ASLEEP;
     }
     struct hr_sleep *sleep = &node->sleep;
-    name_fds(node, sleep, sleep->capacity);
+    name_events(node, sleep);
     sleep->deadline_ns = deadline_ns;
     atomic_fetch_add_explicit(&node->sleeps, 1, memory_order_relaxed);
     const int events = hr_node_sleep(sleep);
     const int interrupted = events < 0 && errno == EINTR;
-    if (events <= 0) {
-        sleep->fds[0].revents = 0;
-    }
-    hr_node_end_sleep(node, sleep);
-    if (events > 0) {
-        hr_node_watch(node, sleep->fds + 1, sleep->life_count);
-    }
+    hr_node_end_sleep(node, events > 0 ? sleep : NULL);
     if (interrupted) {
         return AWOKEN_BY_SIGNAL;
     }
@@ -330,8 +332,8 @@ int hr_node_prepare_sleep(struct hr_node *node, hr_ready ready, void *arg, struc
     if (spin(node, ready, arg, 0, 0) || !set_mark(node, ready, arg)) {
         return 1;
     }
-    (void)hr_sleep_reserve(sleep, node->poll_count + 1);
-    name_fds(node, sleep, sleep->capacity - 1);
+    (void)hr_sleep_reserve(sleep, node->poll_count);
+    name_events(node, sleep);
     sleep->deadline_ns = deadline_ns;
     return 0;
 }

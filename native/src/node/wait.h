@@ -1,9 +1,10 @@
 /*
  * The one way to wait. A wait spins while spinning may pay, then says in its arena block that it sleeps, looks once
- * more, and sleeps in poll() on its eventfd, its life lines and the transport's descriptors, at most for a moment while
- * MPI, which has no descriptor, is at work (hr_transport_poll_within_ns). Whoever changes what others may wait for
- * calls hr_node_wake_all; it writes the eventfd of those that say they sleep. The handshake is Dekker's: both sides
- * store first and load second, sequentially consistent, so at least one sees the other.
+ * more, and sleeps on that word. In a job on several hosts it sleeps in poll(), on its eventfd and the transport's
+ * descriptors, at most for a moment while MPI, which has no descriptor, is at work (hr_transport_poll_within_ns).
+ * Whoever changes what others may wait for calls hr_node_wake_all, which wakes those that say they sleep. The handshake
+ * is Dekker's: both sides store first and load second, sequentially consistent, so at least one sees the other. Deaths
+ * wake all, see watch.h.
  */
 #ifndef HR_NODE_WAIT_H
 #define HR_NODE_WAIT_H
@@ -17,10 +18,12 @@
 
 struct hr_node;
 
-/* The descriptors that a thread sleeps on. They are its own: the driver may go on meanwhile. */
+/* The word or the descriptors of a sleep. They are its thread's own: the driver may go on meanwhile. */
 struct hr_sleep {
-    struct pollfd *fds; /* [capacity]: my eventfd, the life lines, the links */
-    size_t capacity, count, life_count;
+    _Atomic uint32_t *word; /* of the arena, while it has the value; NULL: on descriptors */
+    uint32_t value;
+    struct pollfd *fds; /* [capacity]: my eventfd, the links */
+    size_t capacity, count;
     int64_t deadline_ns; /* 0: none */
     int64_t look_ns;     /* at most so long, for what no descriptor tells of; -1: any time */
 };
@@ -39,9 +42,8 @@ int hr_node_wait(struct hr_node *node, hr_ready ready, void *arg, int64_t now_ns
 
 /*
  * The parts of a sleep, for a thread that lets others drive meanwhile. The first is the driver's: 1 if something is
- * ready; else the sleep, which has room for the life lines and two more from the beginning, is left with room for one
- * descriptor behind its count. The second is the thread's, whoever drives: what poll() returns. The third is the next
- * driver's: this rank sleeps no longer; without a sleep it leaves what has come to the next one.
+ * ready. The second is the thread's, whoever drives: what poll() returns. The third is the next driver's: this rank
+ * sleeps no longer; without a sleep it leaves what has come to the next one.
  */
 int hr_node_prepare_sleep(struct hr_node *node, hr_ready ready, void *arg, struct hr_sleep *sleep, int64_t deadline_ns);
 int hr_node_sleep(const struct hr_sleep *sleep);

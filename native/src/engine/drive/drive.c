@@ -7,14 +7,14 @@
  *     CALLER | a thread that waits | FREE or WATCH, under the lock that it    | its request is done, its time is up, or
  *            | for a request       | has anyway                               | a signal came
  *     THREAD | the background      | FREE, when it is kicked and needed, a    | nothing needs it; between hosts, a
- *            | thread              | life line tells of a leaver, or after    | caller wants it and nothing moves
+ *            | thread              | rank of the host calls it, or after      | caller wants it and nothing moves
  *            |                     | STREAM_NS; WATCH, by an event            |
  *     WATCH  | nobody: the thread  | THREAD, between hosts, when nothing      | an event (THREAD), or a caller, who
  *            | sleeps for whoever  | needs it                                 | clears the mark that this rank sleeps
  *            | comes, on all that  |                                          | and wakes nobody
  *            | may come            |                                          |
  *
- * Otherwise the thread sleeps on its kick and the life lines, so that nothing which comes for a caller wakes it. Where
+ * Otherwise the thread sleeps on calls to it alone, so that nothing which comes for a caller wakes it. Where
  * other hosts need this rank it ends that sleep after STREAM_NS, so a stream of calls wakes it once in so long, and
  * takes the token if that has been free all the time. While one call lasts longer it sleeps on: then the caller kicks
  * it. Whoever leaves the token FREE wakes the callers that wait for it, and kicks the thread if something needs it.
@@ -39,17 +39,17 @@
  *
  *     the change                                                | its waker
  *     ----------------------------------------------------------+------------------------------------------------------
- *     a caller's: queue, report, shutdown, a wish to drive      | hr_drive_kick: the eventfd of the driver that sleeps
- *     another rank's of the host: log, announcements, room in a | hr_node_wake and hr_team_wake_*: the same eventfd
+ *     a caller's: queue, report, shutdown, a wish to drive      | hr_drive_kick: the mark of the driver that sleeps
+ *     another rank's of the host: log, announcements, room in a | hr_node_wake and hr_team_wake_*: the same
  *     ring, phases, abort, the LEAVE that somebody asks for     |
  *     an open round (round.h)                                   | nobody, so nobody sleeps in one: that turn closes it
  *     bytes between hosts                                       | the links, which are named after that turn
- *     a death                                                   | the life lines, likewise
- *     MPI, NCCL and CUDA, of which nothing tells                | poll() ends by itself soon, see name_fds in wait.c
+ *     a death                                                   | the thread of watch.h, which wakes all
+ *     MPI, NCCL and CUDA, of which nothing tells                | sleeps end soon, see name_events in wait.c
  *     time                                                      | next_ns of the parts, which is looked at before
  *
- * The thread that sleeps while callers may drive has taken the same turn (watch). Parked, it sleeps on the kick and the
- * life lines alone: then no part needs it, or a caller drives, who kicks it if one does.
+ * The thread that sleeps while callers may drive has taken the same turn (watch). Parked, it sleeps on calls alone:
+ * then no part needs it, or a caller drives, who kicks it if one does.
  */
 
 enum {
@@ -283,10 +283,12 @@ void hr_drive_kick(struct hr_drive *drive) {
         hr_node_wake(drive->node, drive->node->local_rank); /* if it sleeps; else it will look at the queue anyway */
     } else if (!drive->is_kicked) {
         drive->is_kicked = 1;
-        const uint64_t one = 1;
-        const ssize_t written = write(drive->kick_fd, &one, sizeof one);
-        (void)written;
-        atomic_fetch_add_explicit(&drive->node->wakes, 1, memory_order_relaxed);
+        if (drive->sleep.word == NULL) {
+            hr_node_rouse(drive->node);
+        } else {
+            hr_node_call(drive->node, drive->node->local_rank);
+            atomic_fetch_add_explicit(&drive->node->wakes, 1, memory_order_relaxed);
+        }
     }
 }
 
@@ -320,23 +322,15 @@ void hr_drive_until(struct hr_drive *drive, const _Atomic int *word, int value, 
 
 /* ---- The thread ---- */
 
-/* Sleeps on what has been prepared, and on the kick, with the lock held, which it lets go meanwhile. */
-static void park(struct hr_drive *drive) {
-    struct hr_sleep *sleep = &drive->sleep;
-    sleep->fds[sleep->count++] = (struct pollfd){.fd = drive->kick_fd, .events = POLLIN};
+/* Sleeps on what has been prepared, with the lock held, which it lets go meanwhile. Whether something has come. */
+static int park(struct hr_drive *drive) {
     hr_drive_unlock(drive);
     if (atomic_load(&drive->serves_hosts)) {
         atomic_fetch_add_explicit(&drive->node->sleeps, 1, memory_order_relaxed); /* of a driver, but for the name */
     }
-    if (hr_node_sleep(sleep) > 0) { /* takes what has come, but for the driver's eventfd, which is the next driver's */
-        uint64_t drained;
-        const ssize_t got = read(drive->kick_fd, &drained, sizeof drained);
-        (void)got; /* nonblocking */
-        hr_node_watch(drive->node, sleep->fds + 1, sleep->life_count);
-    } else {
-        sleep->fds[0].revents = 0;
-    }
+    const int events = hr_node_sleep(&drive->sleep);
     hr_drive_lock(drive);
+    return events > 0;
 }
 
 static void run(struct hr_drive *drive) {
@@ -353,16 +347,16 @@ static void run(struct hr_drive *drive) {
     drive->is_kicked |= !watches && hr_drive_needs(drive); /* since its last look */
 }
 
-static void rest(struct hr_drive *drive) {
+/* On calls alone, of which there were so many before the last look. */
+static void rest(struct hr_drive *drive, uint32_t calls) {
     const int64_t left_ns = drive->since_ns + STREAM_NS - hr_now_ns();
     drive->looks_soon = atomic_load(&drive->serves_hosts) && (left_ns > 0 || drive->owner == HR_TOKEN_FREE);
-    struct hr_sleep *sleep = &drive->sleep; /* on the kick and the life lines alone */
-    sleep->fds[0] = (struct pollfd){.fd = -1}; /* messages for the driver are not the thread's */
-    sleep->life_count = hr_node_life_fds(drive->node, sleep->fds + 1);
-    sleep->count = 1 + sleep->life_count;
+    struct hr_sleep *sleep = &drive->sleep;
+    sleep->word = &drive->node->arena.blocks[drive->node->local_rank].calls;
+    sleep->value = calls;
     sleep->deadline_ns = 0;
     sleep->look_ns = !drive->looks_soon ? -1 : left_ns > 0 ? left_ns : 0;
-    park(drive);
+    (void)park(drive);
     drive->looks_soon = 0;
 }
 
@@ -389,16 +383,18 @@ static void *thread_main(void *arg) {
     hr_drive_lock(drive);
     while (!atomic_load(&drive->stop)) {
         if (drive->owner != HR_TOKEN_WATCH) {
+            const uint32_t calls = hr_node_calls(node); /* a later one ends the sleep */
+            hr_node_pass_questions(node);
             if (may_drive(drive)) {
                 run(drive);
             } else {
-                rest(drive);
+                rest(drive, calls);
             }
             continue;
         }
-        park(drive); /* on all that may come, but leaves the token to a caller that comes */
+        const int has_come = park(drive); /* on all that may come, but leaves the token to a caller that comes */
         if (drive->owner == HR_TOKEN_WATCH) {
-            hr_node_end_sleep(node, &drive->sleep);
+            hr_node_end_sleep(node, has_come ? &drive->sleep : NULL); /* else that is the next driver's */
             drive->owner = HR_TOKEN_FREE;
             drive->since_ns = 0; /* it has been so for long enough */
         }
@@ -421,21 +417,17 @@ enum {
 
 hr_status hr_drive_init(struct hr_drive *drive, struct hr_node *node, int64_t spin_ns, struct hr_error *error) {
     *drive = (struct hr_drive){.node = node,
-                               .kick_fd = -1,
                                .caller_spin_ns = spin_ns,
                                .thread_spin_ns = spin_ns / THREAD_SPIN_DIVISOR};
     hr_condition_init(&drive->done);
     (void)pthread_mutex_init(&drive->lock, NULL);
     (void)pthread_mutex_init(&drive->end_lock, NULL);
     hr_drive_add(drive, &drive->links, &LINKS, node);
-    hr_status status = hr_descriptor_event(&drive->kick_fd, error);
-    if (status == HORO_OK && hr_sleep_reserve(&drive->sleep, (size_t)node->local_size + 2) != HORO_OK) {
-        status = hr_fail(error, HORO_ERR_RESOURCE, "out of memory for the engine");
-    }
-    if (status != HORO_OK) {
+    if (hr_sleep_reserve(&drive->sleep, 1) != HORO_OK) {
         hr_drive_fini(drive);
+        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for the engine");
     }
-    return status;
+    return HORO_OK;
 }
 
 hr_status hr_drive_start(struct hr_drive *drive, struct hr_error *error) {
@@ -452,17 +444,8 @@ void hr_drive_end_thread(struct hr_drive *drive) {
     (void)pthread_mutex_unlock(&drive->end_lock);
 }
 
-void hr_drive_close_fd(struct hr_drive *drive) {
-    /* else this child's own parent was forked too: the number is another file's by now */
-    if (drive->kick_fd >= 0) {
-        (void)close(drive->kick_fd);
-        drive->kick_fd = -1;
-    }
-}
-
 void hr_drive_fini(struct hr_drive *drive) {
     free(drive->sleep.fds);
-    hr_drive_close_fd(drive);
     (void)pthread_cond_destroy(&drive->done);
     (void)pthread_mutex_destroy(&drive->end_lock);
     (void)pthread_mutex_destroy(&drive->lock);

@@ -106,7 +106,7 @@ static void ask(struct hr_lane *lane, const struct hr_stalled *stalled, int aske
     const int below = team->local_size - lane->leader.has_parent; /* the member of a link, less its index */
     for (int member = 0; member < team->local_size; member++) {
         if (stalled == NULL ? !hr_stall_is_waiting(lane, member) : hr_stall_is_waited_for(lane, stalled, member)) {
-            hr_arena_ask(&lane->node->arena, team->index_of_local[member]);
+            hr_node_ask(lane->node, team->index_of_local[member]);
         }
     }
     const struct hr_wire_message question = {.type = HR_WIRE_ASK, .rank = asker};
