@@ -42,7 +42,7 @@ class NeptuneLogs(Base):
             raise ResourceError("NeptuneLogger needs the package neptune: pip install neptune")
         self._run, self._own = run, run is None
         self._prefix, self._log_model_checkpoints, self._options = prefix, log_model_checkpoints, options
-        self._uploaded: dict[str, int] = {}
+        self._uploaded: dict[str, dict[str, int]] = {}  # by the ModelCheckpoint, of which there may be several
 
     def make_run(self) -> Any:
         """The run of Neptune; Lightning asks for it as ``experiment``, on rank 0 only."""
@@ -90,18 +90,22 @@ class NeptuneLogs(Base):
 
     @rank_zero_only
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Uploads the checkpoints that are new, and removes those that ModelCheckpoint has removed."""
+        """Uploads the files of checkpoints that are new, and removes those that this ModelCheckpoint removes."""
         if not self._log_model_checkpoints:
             return
         run, folder = self.make_run(), f"{self._prefix}/model"
-        paths = {*checkpoint_callback.best_k_models, checkpoint_callback.last_model_path} - {""}
+        latest = {checkpoint_callback.last_model_path, checkpoint_callback.best_model_path}
+        paths = {path for path in {*checkpoint_callback.best_k_models, *latest} if Path(path).is_file()}
         kept = {path: Path(path).stat().st_mtime_ns for path in paths}
+        before = self._uploaded.get(checkpoint_callback.state_key, {})
         for path, written_ns in kept.items():
-            if self._uploaded.get(path) != written_ns:
+            if before.get(path) != written_ns:
                 run[f"{folder}/checkpoints/{Path(path).stem}"].upload(path)
-        for path in self._uploaded.keys() - kept.keys():
+        if checkpoint_callback.save_top_k == -1:
+            kept = {**before, **kept}
+        for path in before.keys() - kept.keys():
             del run[f"{folder}/checkpoints/{Path(path).stem}"]
-        self._uploaded = kept
+        self._uploaded[checkpoint_callback.state_key] = kept
         if checkpoint_callback.best_model_path:
             run[f"{folder}/best_model_path"] = checkpoint_callback.best_model_path
         if checkpoint_callback.best_model_score is not None:

@@ -379,7 +379,7 @@ class _Turn(Turn):
             if self.silent:
                 hosts, limit_s = " and ".join(self.silent), self.state.limits.elastic_timeout_s
                 self._report(
-                    f"nobody has seen generation {self.state.generation} end: training waits until {hosts} "
+                    f"generation {self.state.generation} may still train on {hosts}: new ranks wait until {hosts} "
                     f"answer{'s' if len(self.silent) == 1 else ''}, for at most {limit_s:g} s (--elastic-timeout)"
                 )
             elif ready:

@@ -196,7 +196,7 @@ class HostTurn:
         again = f"; it is tried again after {pause_s:.0f} s" if _is_kept(host) else ""
         self._report(f"{host.name} {how}{again}")
         for worker in lost:
-            self._lose_worker(worker, f"was on {host.name}, which {how}", may_run_s)
+            self._lose_worker(worker, f"was lost: its host {how}", may_run_s)
 
     def _part_from(self, host: Host) -> Host:
         """The host has no agent any more, and so no memory of its slots."""

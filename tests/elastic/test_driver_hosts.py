@@ -192,9 +192,10 @@ def test_nobody_begins_anew_beside_a_generation_that_may_train_on_where_no_agent
     driver.on(HostUp("b", 1), Ready(1))
     assert driver.on(HostLost("a", "is silent", None)) == [
         Announce(1, 1, removed=True),
-        Fail(1, "worker 0 (rank 0) on a was on a, which is silent"),
+        Fail(1, "worker 0 (rank 0) on a was lost: its host is silent"),
     ]
-    assert "training waits until a answers, for at most 500 s" in driver.words and driver.phase is Phase.SHORT
+    assert "may still train on a: new ranks wait until a answers, for at most 500 s" in driver.words
+    assert driver.phase is Phase.SHORT
     assert driver.tick() == [Connect("a")]
     assert of(WriteSeats, driver.on(HostUp("a", 1))) == [WriteSeats(2, (1,))]  # its agent has ended worker 0
 

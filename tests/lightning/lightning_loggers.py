@@ -87,7 +87,9 @@ def case_neptune_gets_what_rank_0_logs(folder: Path) -> None:
             patch.setitem(sys.modules, name, module)
         logger = horo.lightning.NeptuneLogger(mode="offline", name="a run")
         keeping = ModelCheckpoint(folder, filename="{epoch}", monitor="loss", save_last=True)
-        fit(Logged(), data(), data(), logger=logger, enable_checkpointing=True, callbacks=[keeping])
+        every = ModelCheckpoint(folder, filename="every-{epoch}", save_top_k=-1)  # no monitor: none is the best
+        latest = ModelCheckpoint(folder, filename="latest-{step}", every_n_train_steps=4)
+        fit(Logged(), data(), data(), logger=logger, enable_checkpointing=True, callbacks=[keeping, every, latest])
         assert logger.version == "offline"
         refused = horo.lightning.NeptuneLogger(run=Run())
         with pytest.raises(UsageError, match="give it the arguments"):
@@ -102,7 +104,13 @@ def case_neptune_gets_what_rank_0_logs(folder: Path) -> None:
         assert (run["mode"], run["by hand"], run["training/status"], run["waited"]) == ("offline", 1, "success", True)
         assert run["training/hyperparams"] == {"width": 3}
         assert [step for step, _ in run["training/loss"]] == [3, 7]
-        assert run["training/model/best_model_path"] == keeping.best_model_path
+        assert run["training/model/best_model_path"] in {each.best_model_path for each in (keeping, every, latest)}
         uploaded = {name: field for name, field in run.items() if "checkpoints/" in name}
         checkpoints = "training/model/checkpoints"
-        assert uploaded == {f"{checkpoints}/epoch=1": [True], f"{checkpoints}/last": [True, True]}
+        assert uploaded == {
+            f"{checkpoints}/epoch=1": [True],
+            f"{checkpoints}/last": [True, True],
+            f"{checkpoints}/every-epoch=0": [True],
+            f"{checkpoints}/every-epoch=1": [True],
+            f"{checkpoints}/latest-step=8": [True],
+        }
