@@ -62,7 +62,7 @@ class Layout(NamedTuple):
     def descriptors(self) -> int:
         """What all ranks together hold open: wake-ups and life lines by host, the arena, links along the tree."""
         local = self.per_host * self.per_host + 2 * (self.per_host - 1)
-        return self.hosts * local + self.ranks + 6 * (self.hosts - 1) + DESCRIPTORS_ASIDE
+        return self.hosts * local + 2 * self.ranks + 6 * (self.hosts - 1) + DESCRIPTORS_ASIDE
 
     def __str__(self) -> str:
         return f"{self.hosts}x{self.per_host}"

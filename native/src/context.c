@@ -143,6 +143,7 @@ HORO_API uint64_t horo_count_of(horo_context *context, int32_t op) {
 HORO_API void horo_after_fork(horo_context *context) {
     hr_engine_close_links(&context->engine);
     hr_node_close_fds(&context->node);
+    hr_drive_close_fd(&context->engine.drive);
 }
 
 /* HORO_OK in the process that made the context; else a status, with its sentence in `error`, which may be NULL. */

@@ -288,7 +288,7 @@ os._exit(0)
 
 
 def test_a_forked_child_does_not_keep_the_links_of_a_team_that_is_being_added() -> None:
-    assert int(run_script(FORK)) == 6  # two links of the world, two of the team; the arena, and its eventfd
+    assert int(run_script(FORK)) == 7  # two links of the world, two of the team; the arena, its and a thread's eventfd
 
 
 @on_ranks([3])

@@ -279,6 +279,7 @@ static void end(struct hr_engine *engine) {
     hr_drive_lock(&engine->drive); /* after an abort, others may still call */
     hr_engine_close_links(engine); /* which let go of what is posted before its memory is freed */
     hr_node_close_fds(engine->node);
+    hr_drive_close_fd(&engine->drive);
     hr_drive_unlock(&engine->drive);
 }
 

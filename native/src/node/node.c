@@ -40,10 +40,6 @@ void hr_node_wake(struct hr_node *node, int local_rank) {
     }
 }
 
-void hr_node_rouse(struct hr_node *node) {
-    wake_up(node, node->local_rank);
-}
-
 void hr_node_wake_all(struct hr_node *node) {
     for (int i = 0; i < node->local_size; i++) {
         if (i != node->local_rank) {

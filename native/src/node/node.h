@@ -118,8 +118,6 @@ void hr_node_end(struct hr_node *node, int code, int rank, const char *words, si
 
 /* The life line to a rank of the host has ended. Any thread. */
 void hr_node_lose(struct hr_node *node, int local_rank);
-/* Wakes the background thread of this rank out of poll(). Any thread. */
-void hr_node_rouse(struct hr_node *node);
 
 /*
  * Gives memory back that a transport may have had: `release` is called with it now, or never where MPI still holds some

@@ -42,7 +42,8 @@ int hr_node_wait(struct hr_node *node, hr_ready ready, void *arg, int64_t now_ns
 
 /*
  * The parts of a sleep, for a thread that lets others drive meanwhile. The first is the driver's: 1 if something is
- * ready. The second is the thread's, whoever drives: what poll() returns. The third is the next driver's: this rank
+ * ready; else the sleep, which has room for two descriptors from the beginning, is left with room for one behind its
+ * count. The second is the thread's, whoever drives: what poll() returns. The third is the next driver's: this rank
  * sleeps no longer; without a sleep it leaves what has come to the next one.
  */
 int hr_node_prepare_sleep(struct hr_node *node, hr_ready ready, void *arg, struct hr_sleep *sleep, int64_t deadline_ns);

@@ -284,11 +284,13 @@ void hr_drive_kick(struct hr_drive *drive) {
     } else if (!drive->is_kicked) {
         drive->is_kicked = 1;
         if (drive->sleep.word == NULL) {
-            hr_node_rouse(drive->node);
+            const uint64_t one = 1;
+            const ssize_t written = write(drive->kick_fd, &one, sizeof one);
+            (void)written;
         } else {
             hr_node_call(drive->node, drive->node->local_rank);
-            atomic_fetch_add_explicit(&drive->node->wakes, 1, memory_order_relaxed);
         }
+        atomic_fetch_add_explicit(&drive->node->wakes, 1, memory_order_relaxed);
     }
 }
 
@@ -324,11 +326,20 @@ void hr_drive_until(struct hr_drive *drive, const _Atomic int *word, int value, 
 
 /* Sleeps on what has been prepared, with the lock held, which it lets go meanwhile. Whether something has come. */
 static int park(struct hr_drive *drive) {
+    struct hr_sleep *sleep = &drive->sleep;
+    if (sleep->word == NULL) { /* a kick of its own: the driver takes what comes to the eventfd of this rank */
+        sleep->fds[sleep->count++] = (struct pollfd){.fd = drive->kick_fd, .events = POLLIN};
+    }
     hr_drive_unlock(drive);
     if (atomic_load(&drive->serves_hosts)) {
         atomic_fetch_add_explicit(&drive->node->sleeps, 1, memory_order_relaxed); /* of a driver, but for the name */
     }
-    const int events = hr_node_sleep(&drive->sleep);
+    const int events = hr_node_sleep(sleep);
+    if (sleep->word == NULL && events > 0) {
+        uint64_t drained;
+        const ssize_t got = read(drive->kick_fd, &drained, sizeof drained);
+        (void)got; /* nonblocking */
+    }
     hr_drive_lock(drive);
     return events > 0;
 }
@@ -417,17 +428,21 @@ enum {
 
 hr_status hr_drive_init(struct hr_drive *drive, struct hr_node *node, int64_t spin_ns, struct hr_error *error) {
     *drive = (struct hr_drive){.node = node,
+                               .kick_fd = -1,
                                .caller_spin_ns = spin_ns,
                                .thread_spin_ns = spin_ns / THREAD_SPIN_DIVISOR};
     hr_condition_init(&drive->done);
     (void)pthread_mutex_init(&drive->lock, NULL);
     (void)pthread_mutex_init(&drive->end_lock, NULL);
     hr_drive_add(drive, &drive->links, &LINKS, node);
-    if (hr_sleep_reserve(&drive->sleep, 1) != HORO_OK) {
-        hr_drive_fini(drive);
-        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for the engine");
+    hr_status status = node->wake_fds == NULL ? HORO_OK : hr_descriptor_event(&drive->kick_fd, error);
+    if (status == HORO_OK && hr_sleep_reserve(&drive->sleep, 2) != HORO_OK) {
+        status = hr_fail(error, HORO_ERR_RESOURCE, "out of memory for the engine");
     }
-    return HORO_OK;
+    if (status != HORO_OK) {
+        hr_drive_fini(drive);
+    }
+    return status;
 }
 
 hr_status hr_drive_start(struct hr_drive *drive, struct hr_error *error) {
@@ -444,8 +459,17 @@ void hr_drive_end_thread(struct hr_drive *drive) {
     (void)pthread_mutex_unlock(&drive->end_lock);
 }
 
+void hr_drive_close_fd(struct hr_drive *drive) {
+    /* else this child's own parent was forked too: the number is another file's by now */
+    if (drive->kick_fd >= 0) {
+        (void)close(drive->kick_fd);
+        drive->kick_fd = -1;
+    }
+}
+
 void hr_drive_fini(struct hr_drive *drive) {
     free(drive->sleep.fds);
+    hr_drive_close_fd(drive);
     (void)pthread_cond_destroy(&drive->done);
     (void)pthread_mutex_destroy(&drive->end_lock);
     (void)pthread_mutex_destroy(&drive->lock);

@@ -94,6 +94,7 @@ struct hr_drive {
     _Atomic int stop;         /* this rank shuts down */
     pthread_t thread;
     struct hr_sleep sleep; /* the thread's */
+    int kick_fd;           /* of that sleep, where it is on descriptors; -1: it never is */
     pthread_mutex_t end_lock; /* of whoever ends the thread */
     int has_ended;
     int64_t caller_spin_ns, thread_spin_ns;
@@ -111,6 +112,8 @@ hr_status hr_drive_init(struct hr_drive *drive, struct hr_node *node, int64_t sp
 hr_status hr_drive_start(struct hr_drive *drive, struct hr_error *error);
 /* After `stop` has been set and kicked: until the thread has ended, which is at the end of the group. */
 void hr_drive_end_thread(struct hr_drive *drive);
+/* After an abort, or in a forked child, where the descriptor is the parent's. */
+void hr_drive_close_fd(struct hr_drive *drive);
 void hr_drive_fini(struct hr_drive *drive);
 
 void hr_drive_lock(struct hr_drive *drive);
