@@ -27,7 +27,10 @@ hr_status hr_mail_open(struct hr_mail *mail, struct hr_error *error) {
 }
 
 void hr_mail_fini(struct hr_mail *mail) {
-    for (int i = 0; mail->peers != NULL && i < mail->node->local_size; i++) {
+    if (mail->peers == NULL) { /* it was never opened; the context may have no node yet */
+        return;
+    }
+    for (int i = 0; i < mail->node->local_size; i++) {
         hr_buffer_fini(&mail->peers[i].out);
     }
     free(mail->peers);
