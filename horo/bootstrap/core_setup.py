@@ -9,7 +9,7 @@ from horo.bootstrap.host.arena import Arena
 from horo.bootstrap.host.grouping import Grouping
 from horo.bootstrap.tuned_values import sockets_to_open
 from horo.config.table import Config
-from horo.core.setup import MpiUse, Setup, close_all
+from horo.core.setup import MpiUse, Setup
 
 __all__ = ["setup_of"]
 
@@ -28,8 +28,6 @@ def setup_of(
     tuned: Mapping[str, int] | None = None,
 ) -> Setup:
     """A setup; its descriptors are those of ``arena``, ``control`` and ``data``."""
-    wakes = arena.wakes if len(grouping.hosts) > 1 else []
-    close_all(wake for wake in arena.wakes if wake not in wakes)  # ranks of one host are woken through the arena
     checked = not config.stall_check_disable  # times are rounded up: 0 means that there is no limit
     return Setup(
         rank=rank,
@@ -38,7 +36,7 @@ def setup_of(
         host_name_of_rank=names,
         arena_fd=arena.memory,
         segment_bytes=segment_bytes,
-        wake_fds=wakes,
+        wake_fds=arena.wakes,
         life_fds=arena.lives,
         control_fds=control,
         data_fds=data,

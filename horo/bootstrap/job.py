@@ -320,7 +320,7 @@ def _build_setup(
 
 
 def _alone(launch: Launch, config: Config) -> Connection:
-    """A job of one rank: memory and a wake-up descriptor of its own, no store, no socket."""
+    """A job of one rank: memory of its own, no store, no socket."""
     check_interfaces(config.network_interfaces, config.told("network_interfaces"))
     grouping = Grouping((0,))
     segment_bytes = slot_bytes(config, 1)

@@ -49,7 +49,7 @@ class Arena:
 
     memory: int
     wakes: list[int]
-    """By local index."""
+    """By local index; none in a job of one host, whose ranks are woken through the memory."""
     lives: list[int] = field(default_factory=list)
     """Connections that end when a peer dies, by local index; -1 for none."""
 
@@ -98,12 +98,9 @@ def _lead(
         raise
     connections = server.stop() if server is not None else {}
     members = grouping.members(rendezvous.rank)
-    for index, rank in enumerate(candidates):
-        if rank not in members:
-            os.close(arena.wakes[index])
-            if rank in connections:
-                connections[rank].close()
-    arena.wakes = [arena.wakes[candidates.index(rank)] for rank in members]
+    for rank in connections.keys() - members:
+        connections[rank].close()
+    _keep_wakes(arena, candidates, members, grouping)
     arena.lives = [-1, *(connections[rank].detach() for rank in members[1:])]
     return arena, grouping
 
@@ -148,12 +145,17 @@ def _follow(
     members = grouping.members(rendezvous.rank)
     arena.lives = [-1] * len(members)
     if life is not None:
-        for index, rank in enumerate(candidates):
-            if rank not in members:
-                os.close(arena.wakes[index])
-        arena.wakes = [arena.wakes[candidates.index(rank)] for rank in members]
+        _keep_wakes(arena, candidates, members, grouping)
         arena.lives[0] = life.detach()
     return arena, grouping
+
+
+def _keep_wakes(arena: Arena, candidates: Sequence[int], members: Sequence[int], grouping: Grouping) -> None:
+    """Closes what the grouping does without; before it, ``arena`` has one for each candidate."""
+    used = members if len(grouping.hosts) > 1 else ()
+    kept = [arena.wakes[candidates.index(rank)] for rank in used]
+    close_all(set(arena.wakes).difference(kept))
+    arena.wakes = kept
 
 
 def _create(count: int, bytes_for: Callable[[int], int]) -> Arena:
