@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import sys
 from collections.abc import Callable, Hashable, Sequence
@@ -141,9 +140,7 @@ class Exchange:
         Raises:
             HoroError: of the request, where the caller waits; the request cannot be begun.
         """
-        if profiling._is_profiler_enabled:
-            return recorded(self.recorded_as, call.op, call.inputs, lambda: self._do(call, opts))
-        return self._do(call, opts)
+        return recorded(self.recorded_as, call.op, call.inputs, lambda: self._do(call, opts))
 
     def _do(self, call: GroupCall, opts: Any) -> Any:
         self.check_open()
@@ -202,9 +199,7 @@ class Exchange:
 
     def gather_rows(self, rows: Sequence[torch.Tensor], finish: Callable[[Sequence[Gathered]], None], opts: Any) -> Any:
         """Gathers rows of all ranks, of any number each; ``finish`` gets them when they are there."""
-        if profiling._is_profiler_enabled:
-            return recorded(self.recorded_as, "sparse_all_reduce", rows, lambda: self._gather_rows(rows, finish, opts))
-        return self._gather_rows(rows, finish, opts)
+        return recorded(self.recorded_as, "sparse_all_reduce", rows, lambda: self._gather_rows(rows, finish, opts))
 
     def _gather_rows(self, rows: Sequence[torch.Tensor], finish: Callable[..., None], opts: Any) -> Any:
         self.check_open()
@@ -226,14 +221,13 @@ class Exchange:
 
     def send(self, source: torch.Tensor, peer: int, tag: int) -> Any:
         """Begins to send to a rank."""
-        if profiling._is_profiler_enabled:
-            return recorded(self.recorded_as, "send", [source], lambda: self._send(source, peer, tag))
-        return self._send(source, peer, tag)
-
-    def _send(self, source: torch.Tensor, peer: int, tag: int) -> Any:
         pending = self._core("send")
         tensor = context.Tensor(source.data_ptr(), source.data_ptr(), (source.numel(),), DTYPES[source.dtype])
-        return HoroWork(pending, pending.core.send(tensor, peer, tag), [source], (), None)
+
+        def begin() -> HoroWork:
+            return HoroWork(pending, pending.core.send(tensor, peer, tag), [source], (), None)
+
+        return recorded(self.recorded_as, "send", [source], begin)
 
     def receive(
         self,
@@ -244,30 +238,19 @@ class Exchange:
         after: Callable[[], None] | None,
     ) -> Any:
         """Begins to receive from a rank; None: from any. ``after`` moves what has come to ``results``."""
-        begin = functools.partial(self._receive, target, peer, tag, results, after)
-        if profiling._is_profiler_enabled:
-            return recorded(self.recorded_as, "recvAnySource" if peer is None else "recv", [target], begin)
-        return begin()
-
-    def _receive(
-        self,
-        target: torch.Tensor,
-        peer: int | None,
-        tag: int,
-        results: Sequence[torch.Tensor],
-        after: Callable[[], None] | None,
-    ) -> Any:
         pending = self._core("recv")
         tensor = context.Tensor(target.data_ptr(), target.data_ptr(), (target.numel(),), DTYPES[target.dtype])
         core = pending.core
-        handle = core.receive(tensor, peer, tag)
 
         def finish(handle: int) -> int:
             if after is not None:
                 after()
             return core.source(handle)
 
-        return HoroWork(pending, handle, [target], results, finish)
+        def begin() -> HoroWork:
+            return HoroWork(pending, core.receive(tensor, peer, tag), [target], results, finish)
+
+        return recorded(self.recorded_as, "recvAnySource" if peer is None else "recv", [target], begin)
 
     def _core(self, what: str) -> Pending:
         self.check_open()

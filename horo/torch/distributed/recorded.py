@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from horo.torch.compat.profiler import profiling
 from horo.torch.compat.torch_private import begin_event, end_event, end_event_with
 from horo.torch.distributed.work import HoroWork
 
@@ -22,12 +23,12 @@ _TITLES = {
 
 
 def recorded(backend: str, op: str, inputs: Sequence[torch.Tensor], call: Callable[[], Any]) -> Any:
-    """Does ``call`` as an event of the profiler that runs, with the shapes of ``inputs``; the work that it returns.
+    """Does ``call``, as an event with the shapes of ``inputs`` where a profiler runs; the work that it returns.
 
     The event of a call that waits lies in the caller's thread. That of another one is asynchronous, and ends with the
     operation.
     """
-    event = begin_event(f"{backend}:{_TITLES.get(op, op)}", inputs)
+    event = begin_event(f"{backend}:{_TITLES.get(op, op)}", inputs) if profiling._is_profiler_enabled else None
     if event is None:
         return call()
     try:
