@@ -33,7 +33,7 @@ def test_torchs_own_tests(tmp_path: Path, stands_for: str, ranks: int, least: in
     chosen = tmp_path / "chosen"
     chosen.write_text(CHOSEN)
     words = ["--ranks", str(ranks), "--as", stands_for, *([] if ALL else ["--list", str(chosen)])]
-    done = run_python(str(HERE / "suite.py"), *words, timeout=1700 if ALL else 280)
+    done = run_python(str(HERE / "torch_suite.py"), *words, timeout=1700 if ALL else 280)
     failed = [line for line in done.stdout.splitlines() if not line.startswith(("pass", "skip"))]
     assert done.returncode == 0, "\n".join(failed)[-8000:] + done.stderr[-2000:]
     assert done.stdout.count("\npass ") + 1 >= (least if ALL else 20), done.stdout

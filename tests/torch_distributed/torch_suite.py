@@ -1,6 +1,6 @@
 """Runs torch's own tests of torch.distributed, from the installed torch, over horo.
 
-    python tests/torch_distributed/suite.py [--ranks 2] [--as horo|gloo|mpi] [--over gloo] [-k PART] [--list FILE]
+    python tests/torch_distributed/torch_suite.py [--ranks 2] [--as horo|gloo|mpi] [--over gloo] [-k PART] [--list FILE]
 
 Each test runs in processes that are forked from this one, since torch takes seconds to import. ``--as gloo`` puts horo
 in gloo's place, for the tests that ask which backend they run on; ``--as mpi`` runs those that torch has for mpi only.
