@@ -159,7 +159,9 @@ def test_dtypes_have_names_and_sizes_and_reduce_but_for_the_average_of_bool(nati
         assert native.ffi.string(lib.shim_dtype_name(unknown)) == b"unknown"
 
 
-@pytest.mark.parametrize(("dtype", "op"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "op"), [(level, *case) for level in LEVELS for case in CASES], indirect=["kernel"], ids=str
+)
 def test_reduce_gives_exact_results_at_all_alignments(kernel: Kernel, scalar: Kernel, dtype: Dtype, op: int) -> None:
     """Payload and sign of a NaN are the scalar kernel's, too, but where there were two NaN to choose from."""
     rng = np.random.default_rng([dtype.code, op])
