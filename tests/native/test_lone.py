@@ -133,7 +133,7 @@ OPERATIONS: list[Callable[[Rank, int, int], None]] = [
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
-@pytest.mark.parametrize(("ranks", "count"), itertools.product([2, 3], [1, 1500, 40_000]))
+@pytest.mark.parametrize(("ranks", "count"), [*itertools.product([2, 3], [1, 1500, 40_000])])
 def test_each_operation_is_counted_and_right(operation: Callable[..., None], ranks: int, count: int) -> None:
     times = TIMES if count < 40_000 else 20
 
