@@ -118,7 +118,7 @@ def save(arguments: argparse.Namespace, benchmark: str, rows: Sequence[Mapping[s
 
 def _plain(value: Any) -> Any:
     """As JSON has it; peers and operations by name."""
-    if isinstance(value, list | tuple):
+    if type(value) in {list, tuple}:  # no named one
         return [_plain(each) for each in value]
     return value if value is None or isinstance(value, int | float | str) else getattr(value, "name", str(value))
 
