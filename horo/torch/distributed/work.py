@@ -20,7 +20,7 @@ from horo.core.completion import wait_a_moment
 from horo.core.context import Context
 from horo.diagnostics.deadlock import OwnThread
 from horo.errors import AbortedError, HoroError, TimeoutError
-from horo.torch.compat.torch_private import forgets_works
+from horo.torch.compat.torch_private import fail_future, forgets_works
 from horo.torch.engine.operation import count_change
 
 __all__ = ["DONE", "HoroWork", "Pending"]
@@ -195,7 +195,7 @@ class HoroWork(torch_distributed.Work):
         if self._error is None:
             future.set_result(list(self._outputs))
         else:  # without its frames, which refer to the future: no collector sees that
-            future.set_exception(self._error.with_traceback(None))
+            fail_future(future, self._error.with_traceback(None))
 
     def end(self, error: HoroError | None = None) -> None:
         """Takes the end of the operation: its results to their places, or its error. The first call counts."""
