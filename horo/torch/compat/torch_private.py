@@ -224,7 +224,7 @@ class _Failure:
 
 
 def fail_future(future: torch.futures.Future[Any], error: Exception) -> None:
-    """Ends a future by an error. Where torch's ``set_exception`` has done so, DDP in C++ crashes, without a tensor."""
+    """Ends a future by an error. After torch's own ``set_exception`` DDP crashes: its C++ takes tensors out of that."""
 
     def fail(_: _Failure) -> None:
         raise error

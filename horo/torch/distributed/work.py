@@ -410,7 +410,7 @@ class _Threads:
             self._wanted.put(None)
 
     def _start(self) -> None:
-        """After each change of the queue: a thread, where there are too few and none is on its way."""
+        """After each change of the queue: a thread, where there are too few, unless another is on its way."""
         if self._wanted.qsize() > self._idle and self._newest_is_there.is_set():
             is_there = threading.Event()
             OwnThread(target=self._complete, args=(is_there,), name="horo futures", daemon=True).start()
