@@ -59,6 +59,16 @@ RUNS: dict[str, tuple[str, str, list[tuple[Any, ...]], int]] = {
         [(who,) for who in ("ceiling", KEPT, f"{KEPT}, in step", "horo", "gloo", "gloo, memory kept")],
         6,
     ),
+    "distributed_step --rounds 2 --turn-ms 1 --models mlp-tiny,resnet50-tiny --bucket-mb 1": (
+        "model way contestant",
+        [
+            (model, way, who)
+            for model in ("mlp-tiny", "resnet50-tiny")
+            for way in ("ddp", "fsdp2", "zero")
+            for who in (("horo dist", "gloo", "horo") if way == "ddp" else ("horo dist", "gloo"))
+        ],
+        14,
+    ),
     f"small_tensors {SHORT} --tensors 20 --size 64": (
         "form contestant",
         [("single", "horo"), ("single", "gloo"), ("grouped", "horo")],
