@@ -72,12 +72,11 @@ class Training:
         if synced and library.kind not in LONELY:
             self.model = library.module.SyncBatchNorm.convert_sync_batchnorm(self.model)
         self.forward = wrap(library, self.model, way)
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
         if way.kind == "zero" and self.forward is not self.model:
             from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415 - half a second
 
             self.optimizer = ZeroRedundancyOptimizer(self.model.parameters(), torch.optim.SGD, lr=RATE)
-        else:
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
         if library.kind in ("horo", "horovod"):
             hvd = library.module
             self.optimizer = hvd.DistributedOptimizer(self.optimizer, named_parameters=self.model.named_parameters())
@@ -102,7 +101,8 @@ def wrap(library: Library, model: nn.Module, way: Way = DDP) -> Callable[[torch.
 
             for part in parts_of(model):
                 fully_shard(part)
-            return fully_shard(model)
+            fully_shard(model)
+            return model
         sizes = {"bucket_cap_mb": way.bucket_mb} if way.bucket_mb else {}
         return nn.parallel.DistributedDataParallel(model, **sizes)
     if library.kind in LONELY:
