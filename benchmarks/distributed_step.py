@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,8 +19,8 @@ import models
 import options
 import peers
 import report
-from contest import Contest, exit_code
-from rounds import Case, Plan, Result, describe_probe, play, probe_values
+from contest import Contest, start
+from rounds import Case, Plan, Result, describe_probe, play
 
 from horo.runner.job.forwarded_variables import KEEP_MEMORY
 
@@ -181,20 +180,8 @@ def run(arguments: argparse.Namespace) -> int:
             results += play(contest, "training_step", [case], plan)  # one after the other: memory
             compare_learning(results[-1])
     print(as_table(results, arguments.np, options.where(arguments)), flush=True)
-    if arguments.json:
-        rows = rows_of(results, arguments.np)
-        asked = options.as_json(arguments)
-        more = {"probe_us": probe_values(results)}
-        report.write(
-            arguments.json, report.document("distributed_step", rows, options=asked, versions=versions, **more)
-        )
-    return 1 if any(result.wrong for result in results) else 0
-
-
-def main() -> int:
-    arguments = parse_arguments(sys.argv[1:])
-    return exit_code(lambda: run(arguments))
+    return options.finish(arguments, "distributed_step", results, rows_of(results, arguments.np), versions)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(parse_arguments, run)
