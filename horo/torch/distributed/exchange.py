@@ -210,7 +210,7 @@ class Exchange:
         if is_async:
             spans = pending.memory.hold_back(tensors)
             end = None if after is None else lambda _: after()
-            return HoroWork(pending, pending.core.submit(buffer), tensors, results, end, spans=spans)
+            return self._work(pending.core.submit, buffer, tensors, results, end, spans=spans)
         if pending.memory:
             pending.memory.hold_back(tensors)
         try:
@@ -223,19 +223,44 @@ class Exchange:
         count_change(results)
         return DONE
 
+    def _work(
+        self,
+        begin: Callable[[RequestBuffer], object],
+        buffer: RequestBuffer,
+        tensors: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        after: Callable[[int], int | HoroError | None] | None,
+        *,
+        spans: Sequence[tuple[int, int]] = (),
+    ) -> HoroWork:
+        """Has the core begin an operation on ``tensors``, whose handle it writes into the buffer."""
+        pending: Any = self.pending
+        buffer.last_handle[0] = 0
+        try:
+            begin(buffer)
+            return HoroWork(pending, buffer.last_handle[0], tensors, results, after, spans=spans)
+        except BaseException:  # of a signal handler, perhaps: then the request goes on
+            if handle := buffer.last_handle[0]:
+                pending.core.release_or_keep(handle, tensors)
+            raise
+
     def gather_rows(
         self,
         rows: Sequence[torch.Tensor],
-        finish: Callable[[Sequence[Gathered]], None],
+        finish: Callable[..., HoroError | None],
         results: Sequence[torch.Tensor],
         opts: Any,
     ) -> Any:
-        """Gathers rows of all ranks, of any number each; ``finish`` gets them, and writes ``results``."""
+        """Gathers rows of all ranks, of any number each; ``finish`` gets them as ``Gathered``, for ``results``."""
         name = "sparse_all_reduce"
         return recorded(self.recorded_as, name, rows, lambda: self._gather_rows(rows, finish, results, opts))
 
     def _gather_rows(
-        self, rows: Sequence[torch.Tensor], finish: Callable[..., None], results: Sequence[torch.Tensor], opts: Any
+        self,
+        rows: Sequence[torch.Tensor],
+        finish: Callable[..., HoroError | None],
+        results: Sequence[torch.Tensor],
+        opts: Any,
     ) -> Any:
         self.check_open()
         if self.pending is None:
@@ -244,12 +269,13 @@ class Exchange:
         tensors = [context.Tensor(each.data_ptr(), 0, each.shape, DTYPES[each.dtype]) for each in rows]
         core = self.pending.core
         buffer = RequestBuffer.of(OPS["allgather"], None, tensors, timeout_ms=self._timeout_ms)
+        taken = [context.TakenResult(core.size) for _ in rows]
 
-        def take(handle: int) -> None:
-            taken = (core.take_result(handle, index) for index in range(len(rows)))
-            finish([gathered(*each, tensor) for each, tensor in zip(taken, rows, strict=True)])
+        def take(handle: int) -> HoroError | None:
+            found = (core.take_result(handle, index, each) for index, each in enumerate(taken))
+            return finish([gathered(*each, tensor) for each, tensor in zip(found, rows, strict=True)])
 
-        work = HoroWork(self.pending, core.submit(buffer), rows, results, take)
+        work = self._work(core.submit, buffer, rows, results, take)
         if not getattr(opts, "asyncOp", True):
             work.wait()
         return work
@@ -259,10 +285,13 @@ class Exchange:
         pending = self._core("send")
         tensor = context.Tensor(source.data_ptr(), source.data_ptr(), (source.numel(),), DTYPES[source.dtype])
 
-        def begin() -> HoroWork:
-            return HoroWork(pending, pending.core.send(tensor, peer, tag), [source], (), None)
+        def begin(buffer: RequestBuffer) -> None:
+            pending.core.send(tensor, peer, tag, buffer=buffer)
 
-        return recorded(self.recorded_as, "send", [source], begin)
+        def work() -> HoroWork:
+            return self._work(begin, RequestBuffer(), [source], (), None)
+
+        return recorded(self.recorded_as, "send", [source], work)
 
     def receive(
         self,
@@ -282,10 +311,13 @@ class Exchange:
                 after()
             return core.source(handle)
 
-        def begin() -> HoroWork:
-            return HoroWork(pending, core.receive(tensor, peer, tag), [target], results, finish)
+        def begin(buffer: RequestBuffer) -> None:
+            core.receive(tensor, peer, tag, buffer=buffer)
 
-        return recorded(self.recorded_as, "recvAnySource" if peer is None else "recv", [target], begin)
+        def work() -> HoroWork:
+            return self._work(begin, RequestBuffer(), [target], results, finish)
+
+        return recorded(self.recorded_as, "recvAnySource" if peer is None else "recv", [target], work)
 
     def _core(self, what: str) -> Pending:
         self.check_open()
