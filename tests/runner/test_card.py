@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Hororun
+from jobs import TORCH_S, Hororun
 
 from horo.runner.agent.rank_reports import Note, NoteReader
 from horo.runner.agent.rank_summary import RankSummary, read_summary
@@ -178,6 +178,7 @@ import torch
 import horo.torch as hvd
 
 hvd.init()
+torch.manual_seed(0)
 assert hvd.stats().steps == hvd.stats().total.seconds == hvd.stats().last.bytes == 0
 model = torch.nn.Linear(8, 2)
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
@@ -207,7 +208,8 @@ for step, batch in enumerate(torch.utils.data.DataLoader(Data()), 1):
 def test_a_slow_loader_on_one_rank_is_on_the_card_and_in_the_report(hororun: Hororun, tmp_path: Path) -> None:
     script, report = tmp_path / "train.py", tmp_path / "report.json"
     script.write_text(TRAIN)
-    done = hororun.run("-np", "2", "--summary", "--json-report", str(report), "--", str(script), "loader")
+    words = ("-np", "2", "--summary", "--json-report", str(report), "--", str(script), "loader")
+    done = hororun.start(*words).finish(3 * TORCH_S)
     assert done.returncode == 0, done.stderr
     training = json.loads(report.read_text())["training"]
     slowest, step = training["slowest"], training["step"]
@@ -221,7 +223,7 @@ def test_a_slow_loader_on_one_rank_is_on_the_card_and_in_the_report(hororun: Hor
 def test_one_rank_alone_has_a_card_without_others(hororun: Hororun, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
-    done = hororun.run("-np", "1", "--", str(script), "alone", environment={"HORO_SUMMARY": "1"})
+    done = hororun.start("-np", "1", "--", str(script), "alone", environment={"HORO_SUMMARY": "1"}).finish(3 * TORCH_S)
     assert done.returncode == 0, done.stderr
     assert "1 rank on 1 host, 20 steps" in done.stderr and "waiting for" not in done.stderr
 
@@ -229,7 +231,7 @@ def test_one_rank_alone_has_a_card_without_others(hororun: Hororun, tmp_path: Pa
 def test_a_rank_short_of_data_is_on_the_card_of_the_job_that_fails_of_it(hororun: Hororun, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
-    done = hororun.run("-np", "2", "--summary", "--", str(script), "short")
+    done = hororun.start("-np", "2", "--summary", "--", str(script), "short").finish(3 * TORCH_S)
     assert done.returncode == 1, done.stderr
     line = next(each for each in done.stderr.splitlines() if each.startswith("  ranks "))
     assert line.split(None, 1)[1].startswith("rank 0 was in step 13, train.py, line ")
