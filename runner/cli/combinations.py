@@ -40,6 +40,8 @@ _LAUNCHERS_OF = {
     "blacklist_cooldown_range": _OWN,
     "check_hosts": _OWN,
     "json_report": _OWN,
+    "summary": _OWN,
+    "no_summary": _OWN,
     "prefix_host": _OWN,
     "ssh_port": _BY_SSH,
     "ssh_identity_file": _BY_SSH,

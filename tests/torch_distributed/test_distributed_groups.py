@@ -51,6 +51,20 @@ def test_groups_of_some_ranks() -> None:
         dist.all_gather_object(found, "alone", group=alone)
         dist.barrier(group=alone)
         assert (tensor.item(), gathered[0].item(), found) == (5.0, 5.0, ["alone"])
+        result, place = torch.zeros(2), torch.tensor([7.0, 7.0])
+        for value in (1.0, 2.0, 3.0):  # the same call, with other memory
+            given = torch.full((2,), value)
+            dist.all_gather_into_tensor(result, given, group=alone)
+            assert result.tolist() == [value] * 2
+            dist.reduce_scatter_tensor(place, given, op=dist.ReduceOp.AVG, group=alone)
+            assert place.tolist() == [value] * 2
+            before = given._version
+            work = dist.all_reduce(given, group=alone, async_op=True)
+            assert work is not None
+            assert work.wait()
+            assert work.get_future().wait()[0] is given
+            assert given._version > before
+            dist.barrier(group=alone)
     for group in (*pairs, alone):
         dist.destroy_process_group(group)
 

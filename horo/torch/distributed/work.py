@@ -23,7 +23,7 @@ from horo.errors import AbortedError, HoroError, TimeoutError
 from horo.torch.compat.torch_private import fail_future, forgets_works
 from horo.torch.engine.operation import count_change
 
-__all__ = ["DONE", "HoroWork", "Pending"]
+__all__ = ["DONE", "HoroWork", "Pending", "done"]
 
 _NO_TIMEOUT = timedelta(0)
 _IDLE_MOST = 2
@@ -35,7 +35,11 @@ _HELD_MAX = 64
 
 
 class _Done(torch_distributed.Work):
-    """Of a call that has waited: there is nothing left to wait for."""
+    """Of a call that has ended already: there is nothing left to wait for."""
+
+    def __init__(self, outputs: Sequence[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self._outputs = outputs
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         return True
@@ -53,16 +57,25 @@ class _Done(torch_distributed.Work):
         return None
 
     def result(self) -> list[torch.Tensor]:
-        return []
+        return list(self._outputs)
 
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result([])
+        future.set_result(list(self._outputs))
         return future
 
 
 DONE = _Done()
 """Shared by all calls that wait."""
+_done_lately: deque[_Done] = deque(maxlen=_HELD_MAX)
+
+
+def done(outputs: Sequence[torch.Tensor]) -> _Done:
+    """The work of a call that does not wait and has ended already; its future has ``outputs``."""
+    work = _Done(outputs)
+    if _IS_FORGOTTEN:
+        _done_lately.append(work)
+    return work
 
 
 class HoroWork(torch_distributed.Work):
@@ -183,7 +196,10 @@ class HoroWork(torch_distributed.Work):
         future: torch.futures.Future[Any] = torch.futures.Future()
         if not self._is_done and self.is_completed():
             self._await_end()  # by this thread: it may be a signal handler's, inside the end of this work
-        self._pending.complete_later(self, future)
+        if self._is_done:
+            self.settle(future)
+        else:
+            self._pending.complete_later(self, future)
         if _IS_FORGOTTEN:
             self._pending.let_go(self)
         return future
