@@ -10,15 +10,14 @@ defined in benchmarks/README.md.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 import options
 import peers
 import report
 import sizes
-from contest import Contest, exit_code
-from rounds import Plan, play, probe_values
+from contest import Contest, start
+from rounds import Plan, play
 from sizes import Target
 
 
@@ -40,12 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         versions = contest.versions()
         results = play(contest, "allreduce", cases, plan)
     print(sizes.as_table(results, arguments.np, arguments.dtype, options.where(arguments)), flush=True)
-    if arguments.json:
-        rows = sizes.rows_of(results, arguments.np)
-        asked = options.as_json(arguments)
-        more = {"probe_us": probe_values(results)}
-        report.write(arguments.json, report.document("allreduce", rows, options=asked, versions=versions, **more))
-    return 1 if any(result.wrong for result in results) else 0
+    return options.finish(arguments, "allreduce", results, sizes.rows_of(results, arguments.np), versions)
 
 
 TARGETS = (
@@ -67,10 +61,5 @@ def check_rows(quick: bool = True) -> list[report.CheckRow]:
     return sizes.check_targets(TARGETS, "allreduce", quick)
 
 
-def main() -> int:
-    arguments = parse_arguments(sys.argv[1:])
-    return exit_code(lambda: run(arguments))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    start(parse_arguments, run)

@@ -22,7 +22,7 @@ from typing import TypedDict
 
 import report
 import spaces
-from contest import ContestError, exit_code
+from contest import ContestError, start
 
 RANK = Path(__file__).with_name("autotune_rank.py")
 BAD = {"HORO_SEGMENT_BYTES": "4096", "HORO_FUSION_THRESHOLD": "0", "HORO_CYCLE_TIME": "5"}
@@ -104,16 +104,10 @@ def run(arguments: argparse.Namespace) -> int:
                     searches["HORO_AUTOTUNE_LOG"] = str(Path(arguments.log).absolute())
             answers[name] = run_job(made, {**variables, **searches}, arguments)
             print(as_line(name, answers[name]), flush=True)
-    if arguments.json:
-        rows = [{"job": name, **answer} for name, answer in answers.items()]
-        report.write(arguments.json, report.document("autotune", rows, options=vars(arguments)))
+    rows = [{"job": name, **answer} for name, answer in answers.items()]
+    report.save(arguments, "autotune", rows)
     return 0
 
 
-def main() -> int:
-    arguments = parse_arguments(sys.argv[1:])
-    return exit_code(lambda: run(arguments))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    start(parse_arguments, run)

@@ -91,9 +91,7 @@ def main(words: list[str]) -> None:
                 flush=True,
             )
     rows += compare_steps(chosen)
-    if chosen.json:
-        options = {"rounds": chosen.rounds, "turn_ms": chosen.turn_ms}
-        report.write(chosen.json, report.document("builds", rows, options=options))
+    report.save(chosen, "builds", rows)
 
 
 if __name__ == "__main__":

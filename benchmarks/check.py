@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import report
 import suite
-from contest import ContestError, exit_code
+from contest import ContestError, start
 from report import CheckRow
 
 TITLES = "{:<5} {:<44} {:>11}  {:<20} {:>8}  {:<10} {}"
@@ -85,10 +85,5 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if broken else 0
 
 
-def main() -> int:
-    arguments = parse_arguments(sys.argv[1:])
-    return exit_code(lambda: run(arguments))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    start(parse_arguments, run)

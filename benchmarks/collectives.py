@@ -10,7 +10,6 @@ given, what an allgather gives, what a broadcast writes.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,8 +17,8 @@ import options
 import peers
 import report
 import sizes
-from contest import Contest, exit_code
-from rounds import Plan, Result, play, probe_values
+from contest import Contest, start
+from rounds import Plan, Result, play
 from sizes import Operation, Target
 
 OPERATIONS = {name: operation for name, operation in sizes.OPERATIONS.items() if name != "allreduce"}
@@ -67,11 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(sizes.as_table(results, arguments.np, arguments.dtype, where, operation), end="\n\n", flush=True)
             rows += sizes.rows_of(results, arguments.np, operation)
             all_results += results
-    if arguments.json:
-        asked = {**options.as_json(arguments), "operation": [operation.name for operation in arguments.operation]}
-        more = {"probe_us": probe_values(all_results)}
-        report.write(arguments.json, report.document("collectives", rows, options=asked, versions=versions, **more))
-    return 1 if any(result.wrong for result in all_results) else 0
+    return options.finish(arguments, "collectives", all_results, rows, versions)
 
 
 # Ahead of the best peer wherever bandwidth counts.
@@ -92,10 +87,5 @@ def check_rows(quick: bool = True) -> list[report.CheckRow]:
     return sizes.check_targets(TARGETS, "collectives", quick)
 
 
-def main() -> int:
-    arguments = parse_arguments(sys.argv[1:])
-    return exit_code(lambda: run(arguments))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    start(parse_arguments, run)

@@ -20,10 +20,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from channel import Channel, ChannelClosed, Message
 from peers import Peer
@@ -457,8 +458,13 @@ def _on_signal(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-def exit_code(run: Callable[[], int]) -> int:
-    """What a benchmark's ``main`` returns: that of ``run``, or 1 with a sentence on stderr when the contest broke."""
+def start(parse: Callable[[list[str]], Namespace], run: Callable[[Namespace], int]) -> NoReturn:
+    """A benchmark's script. It ends with the code of ``run``, or 1 and a sentence on stderr if the contest broke."""
+    arguments = parse(sys.argv[1:])
+    sys.exit(_exit_code(lambda: run(arguments)))
+
+
+def _exit_code(run: Callable[[], int]) -> int:
     signal.signal(signal.SIGTERM, _on_signal)
     signal.signal(signal.SIGHUP, _on_signal)
     name = Path(sys.argv[0]).name

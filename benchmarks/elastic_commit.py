@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import models
 import report
 import torch
-from contest import exit_code
+from contest import start
 
 import horo.torch as hvd
 from horo.elastic import commits
@@ -102,9 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{row['model']}, {report.size_text(row['bytes'])} of state, {arguments.rounds} commits")
     print(f"a copy {copy}, a commit {commit}: {ratio:.2f} of it, {verdict(ratio <= COPY_TARGET)}")
     print(f"a step {step}: a commit every {EVERY} steps takes {share:.2%} of it, {verdict(share <= STEP_TARGET)}")
-    if arguments.json:
-        options = {name: getattr(arguments, name) for name in ("model", "batch", "rounds", "steps")}
-        report.write(arguments.json, report.document("elastic_commit", [row], options=options))
+    report.save(arguments, "elastic_commit", [row])
     return 0
 
 
@@ -112,10 +109,5 @@ def verdict(is_reached: bool) -> str:
     return "ok" if is_reached else "short"
 
 
-def main() -> int:
-    arguments = parse_arguments(sys.argv[1:])
-    return exit_code(lambda: run(arguments))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    start(parse_arguments, run)

@@ -26,7 +26,7 @@ from typing import Any
 
 import report
 import spaces
-from contest import START_LIMIT_S, exit_code
+from contest import START_LIMIT_S, start
 from launching import Job
 
 RANK = str(Path(__file__).with_name("elastic_kills_rank.py"))
@@ -181,16 +181,9 @@ def run(arguments: argparse.Namespace) -> int:
             continue
         for peer in arguments.peers.split(","):
             rows += measure(peer, hosts, arguments.kills)
-    if arguments.json:
-        options = {name: getattr(arguments, name) for name in ("hosts", "peers", "kills")}
-        report.write(arguments.json, report.document("elastic_kills", rows, options=options))
+    report.save(arguments, "elastic_kills", rows)
     return 0
 
 
-def main() -> int:
-    arguments = parse_arguments(sys.argv[1:])
-    return exit_code(lambda: run(arguments))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    start(parse_arguments, run)

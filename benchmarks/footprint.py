@@ -10,14 +10,13 @@ stands in benchmarks/README.md, what is promised in docs/reference/memory.md.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import launching
 import report
-from contest import exit_code
+from contest import start
 
 RANK = str(Path(__file__).resolve().parent / "footprint_rank.py")
 LIMIT_S = 120.0
@@ -102,15 +101,9 @@ def check_rows(quick: bool = True) -> list[report.CheckRow]:
 def run(arguments: argparse.Namespace) -> int:
     rows = measure(arguments.np)
     print(as_table(rows))
-    if arguments.json:
-        report.write(arguments.json, report.document("footprint", rows, options={"np": arguments.np}))
+    report.save(arguments, "footprint", rows)
     return 0
 
 
-def main() -> int:
-    arguments = parse_arguments(sys.argv[1:])
-    return exit_code(lambda: run(arguments))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    start(parse_arguments, run)

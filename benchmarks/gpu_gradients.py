@@ -11,13 +11,12 @@ meanwhile, horo's grouped_allreduce_ does behind it ("grouped"), and with severa
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 import gpus
 import models
 import torch
-from contest import exit_code
+from contest import start
 from gpus import BASE, Round, Shown
 from report import CheckRow
 from rounds import Case, Result
@@ -73,10 +72,5 @@ def check_rows(quick: bool = True) -> list[CheckRow]:
     return gpus.check_rows("gpu_gradients", parse_arguments(["--rounds", "7" if quick else "31"]), contests, SHOWN)
 
 
-def main() -> int:
-    arguments = parse_arguments(sys.argv[1:])
-    return exit_code(lambda: gpus.main("gpu_gradients", arguments, contests, SHOWN))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    start(parse_arguments, lambda arguments: gpus.main("gpu_gradients", arguments, contests, SHOWN))

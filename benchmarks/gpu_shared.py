@@ -11,12 +11,11 @@ share the GPU and exchange nothing (ceiling).
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 import gpus
 import models
-from contest import exit_code
+from contest import start
 from gpus import BASE, Round, Shown
 from report import CheckRow
 from rounds import Case, Result
@@ -71,10 +70,5 @@ def check_rows(quick: bool = True) -> list[CheckRow]:
     return gpus.check_rows("gpu_shared", parse_arguments(["--rounds", "3" if quick else "11"]), contests, SHOWN)
 
 
-def main() -> int:
-    arguments = parse_arguments(sys.argv[1:])
-    return exit_code(lambda: gpus.main("gpu_shared", arguments, contests, SHOWN))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    start(parse_arguments, lambda arguments: gpus.main("gpu_shared", arguments, contests, SHOWN))

@@ -10,13 +10,12 @@ nothing to add up, so all of horo's time is copies and what surrounds them; two 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 import gpus
 import models
 import report
-from contest import exit_code
+from contest import start
 from gpus import BASE, Round, Shown
 from report import CheckRow
 from rounds import Case, Result
@@ -102,10 +101,5 @@ def check_rows(quick: bool = True) -> list[CheckRow]:
     return gpus.check_rows("gpu_staging", parse_arguments(words), contests, SHOWN)
 
 
-def main() -> int:
-    arguments = parse_arguments(sys.argv[1:])
-    return exit_code(lambda: gpus.main("gpu_staging", arguments, contests, SHOWN))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    start(parse_arguments, lambda arguments: gpus.main("gpu_staging", arguments, contests, SHOWN))

@@ -10,13 +10,12 @@ a difference that is not larger says nothing. DDP over NCCL takes part for compa
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
 import gpus
 import models
-from contest import exit_code
+from contest import start
 from gpus import BASE, Round, Shown
 from report import CheckRow
 from rounds import Case, Result
@@ -73,10 +72,5 @@ def check_rows(quick: bool = True) -> list[CheckRow]:
     return gpus.check_rows("gpu_step", parse_arguments(words), contests, SHOWN)
 
 
-def main() -> int:
-    arguments = parse_arguments(sys.argv[1:])
-    return exit_code(lambda: gpus.main("gpu_step", arguments, contests, SHOWN))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    start(parse_arguments, lambda arguments: gpus.main("gpu_step", arguments, contests, SHOWN))

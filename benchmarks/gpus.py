@@ -185,11 +185,9 @@ def main(
     print(f"{as_table(rounds, shown)}\n{where}, torch {torch.__version__}")
     for row in shown.rows(rounds):
         print(check.as_line(row), flush=True)
-    if arguments.json:
-        rows = [row for each in rounds for result in each.results for row in rows_of(result, each.ranks)]
-        asked = {key: value for key, value in vars(arguments).items() if key != "json"}
-        versions = {peer: texts for each in rounds for peer, texts in each.versions.items()}
-        report.write(arguments.json, report.document(name, rows, options=asked, versions=versions, gpu=gpu))
+    rows = [row for each in rounds for result in each.results for row in rows_of(result, each.ranks)]
+    versions = {peer: texts for each in rounds for peer, texts in each.versions.items()}
+    report.save(arguments, name, rows, versions=versions, gpu=gpu)
     return 1 if any(result.wrong for each in rounds for result in each.results) else 0
 
 

@@ -10,14 +10,13 @@ benchmarks/README.md.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import launching
 import report
-from contest import exit_code
+from contest import start
 
 RANK = str(Path(__file__).resolve().parent / "groups_rank.py")
 LIMIT_S = 300.0
@@ -85,15 +84,9 @@ def as_table(rows: Sequence[dict[str, Any]]) -> str:
 def run(arguments: argparse.Namespace) -> int:
     rows = [measure(backend, arguments.np, arguments.groups, arguments.seconds) for backend in arguments.backends]
     print(as_table(rows))
-    if arguments.json:
-        report.write(arguments.json, report.document("groups", rows, options={"np": arguments.np}))
+    report.save(arguments, "groups", rows)
     return 0
 
 
-def main() -> int:
-    arguments = parse_arguments(sys.argv[1:])
-    return exit_code(lambda: run(arguments))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    start(parse_arguments, run)

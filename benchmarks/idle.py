@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,7 @@ import launching
 import psutil
 import report
 from channel import Channel, ChannelClosed
-from contest import exit_code
+from contest import start
 from resting import activity_of
 
 RANK = str(Path(__file__).resolve().parent / "idle_rank.py")
@@ -156,16 +155,9 @@ def _check_rows_of(row: dict[str, Any]) -> list[report.CheckRow]:
 def run(arguments: argparse.Namespace) -> int:
     rows = [measure(name, arguments.np, arguments.seconds) for name in JOBS]
     print(as_table(rows, arguments.seconds))
-    if arguments.json:
-        options = {"np": arguments.np, "seconds": arguments.seconds}
-        report.write(arguments.json, report.document("idle", rows, options=options))
+    report.save(arguments, "idle", rows)
     return 0
 
 
-def main() -> int:
-    arguments = parse_arguments(sys.argv[1:])
-    return exit_code(lambda: run(arguments))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    start(parse_arguments, run)

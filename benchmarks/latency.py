@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import options
 import peers
 import report
-from contest import Contest, exit_code
-from rounds import Case, Plan, Result, describe_probe, play, probe_values
+from contest import Contest, start
+from rounds import Case, Plan, Result, describe_probe, play
 
 TITLES = "{:>9} {:<9} {:<9} {:>9} {:>9} {:>9}  {}"
 IN_FLIGHT = 100
@@ -95,18 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
         versions = contest.versions()
         results = play(contest, "latency", make_cases(arguments.max), plan)
     print(as_table(results, arguments.np, options.where(arguments)), flush=True)
-    if arguments.json:
-        rows = rows_of(results, arguments.np)
-        asked = options.as_json(arguments)
-        more = {"probe_us": probe_values(results)}
-        report.write(arguments.json, report.document("latency", rows, options=asked, versions=versions, **more))
-    return 1 if any(result.wrong for result in results) else 0
-
-
-def main() -> int:
-    arguments = parse_arguments(sys.argv[1:])
-    return exit_code(lambda: run(arguments))
+    return options.finish(arguments, "latency", results, rows_of(results, arguments.np), versions)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(parse_arguments, run)

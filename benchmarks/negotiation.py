@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import report
-from contest import ContestError, exit_code
+from contest import ContestError, start
 from relay import Relay, cut_in
 
 from horo.core.context import OPS, Context, RequestBuffer
@@ -377,17 +377,9 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"\r\033[K{layout}", end="", file=sys.stderr, flush=True)
         rows += measure_apart(layout, arguments.tensors, arguments.rounds)
     print(as_table(rows))
-    if arguments.json:
-        options = {"layouts": [str(layout) for layout in arguments.layouts], "tensors": arguments.tensors}
-        content = report.document("negotiation", rows, options={**options, "rounds": arguments.rounds})
-        report.write(arguments.json, content)
+    report.save(arguments, "negotiation", rows)
     return 0
 
 
-def main() -> int:
-    arguments = parse_arguments(sys.argv[1:])
-    return exit_code(lambda: run(arguments))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    start(parse_arguments, run)

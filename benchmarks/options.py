@@ -7,11 +7,13 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import peers
+import report
 import spaces
+from rounds import Result, probe_values
 
 
 def parse_peers(text: str) -> list[peers.Peer]:
@@ -119,7 +121,13 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
     return arguments
 
 
-def as_json(arguments: argparse.Namespace) -> dict[str, Any]:
-    """For report.document: plain values, peers by name."""
-    values = {name: value for name, value in vars(arguments).items() if name not in ("json", "peers")}
-    return {**values, "peers": [peer.name for peer in arguments.peers]}
+def finish(
+    arguments: argparse.Namespace,
+    benchmark: str,
+    results: Sequence[Result],
+    rows: Sequence[Mapping[str, Any]],
+    versions: Mapping[str, Mapping[str, str]],
+) -> int:
+    """Writes what a contest has measured, where that is asked for. Returns 1 if a result was wrong."""
+    report.save(arguments, benchmark, rows, versions=versions, probe_us=probe_values(results))
+    return 1 if any(result.wrong for result in results) else 0

@@ -109,6 +109,20 @@ def write(path: str | Path, content: Mapping[str, Any]) -> None:
     Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
+def save(arguments: argparse.Namespace, benchmark: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> None:
+    """Writes the document of a benchmark to the file of its ``--json``, where one is asked for."""
+    if arguments.json:
+        asked = {name: _plain(value) for name, value in vars(arguments).items() if name != "json"}
+        write(arguments.json, document(benchmark, rows, options=asked, **more))
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it; peers and operations by name."""
+    if type(value) in {list, tuple}:  # no named one
+        return [_plain(each) for each in value]
+    return value if value is None or isinstance(value, int | float | str) else getattr(value, "name", str(value))
+
+
 def parse_size(text: str) -> int:
     """Bytes of ``4``, ``64K`` or ``64M``; for argparse."""
     number, unit = (text[:-1], text[-1].upper()) if text and not text[-1].isdigit() else (text, "")

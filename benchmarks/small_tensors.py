@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import options
 import peers
 import report
-from contest import Contest, ContestError, exit_code
-from rounds import Case, Plan, Result, describe_probe, play, probe_values
+from contest import Contest, ContestError, start
+from rounds import Case, Plan, Result, describe_probe, play
 from spaces import Spaces
 
 GROUPED_LIMIT_US = 3000.0
@@ -102,12 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     with options.hosts(arguments) as hosts:
         results, versions = measure(who, arguments.np, cases, plan, limit_s=arguments.turn_limit_s, hosts=hosts)
     print(as_table(results, arguments.np, options.where(arguments)), flush=True)
-    if arguments.json:
-        rows = rows_of(results, arguments.np)
-        asked = options.as_json(arguments)
-        more = {"probe_us": probe_values(results)}
-        report.write(arguments.json, report.document("small_tensors", rows, options=asked, versions=versions, **more))
-    return 1 if any(result.wrong for result in results) else 0
+    return options.finish(arguments, "small_tensors", results, rows_of(results, arguments.np), versions)
 
 
 def check_rows(quick: bool = True) -> list[report.CheckRow]:
@@ -135,10 +129,5 @@ def check_rows(quick: bool = True) -> list[report.CheckRow]:
     ]  # fmt: skip
 
 
-def main() -> int:
-    arguments = parse_arguments(sys.argv[1:])
-    return exit_code(lambda: run(arguments))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    start(parse_arguments, run)

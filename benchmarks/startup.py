@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import launching
 import report
-from contest import exit_code
+from contest import start
 from startup_clients import measure_clients
 
 RANK = str(Path(__file__).resolve().parent / "startup_rank.py")
@@ -178,8 +178,7 @@ def run_clients(arguments: argparse.Namespace) -> int:
     row = measure_clients(arguments.clients)
     read, each = row["reply_bytes"] / 1e6, row["reply_bytes"] / row["clients"] / 1e3
     print(f"{row['clients']} clients start in {row['wall_s']:.1f} s; replies: {read:.1f} MB, {each:.1f} KB for each")
-    if arguments.json:
-        report.write(arguments.json, report.document("startup", [row], options={"clients": arguments.clients}))
+    report.save(arguments, "startup", [row])
     return 0
 
 
@@ -188,16 +187,9 @@ def run(arguments: argparse.Namespace) -> int:
         return run_clients(arguments)
     rows = as_rows(measure(arguments.np, arguments.rounds, arguments.warm_up), arguments.np)
     print(as_table(rows, arguments.np))
-    if arguments.json:
-        options = {"np": arguments.np, "rounds": arguments.rounds, "warm_up": arguments.warm_up}
-        report.write(arguments.json, report.document("startup", rows, options=options))
+    report.save(arguments, "startup", rows)
     return 0
 
 
-def main() -> int:
-    arguments = parse_arguments(sys.argv[1:])
-    return exit_code(lambda: run(arguments))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    start(parse_arguments, run)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import report
-from contest import exit_code
+from contest import start
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = report.ROOT / "build" / "bench"
@@ -118,10 +118,5 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def main() -> int:
-    arguments = parse_arguments(sys.argv[1:])
-    return exit_code(lambda: run(arguments))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    start(parse_arguments, run)

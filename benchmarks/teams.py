@@ -147,9 +147,7 @@ def main(words: list[str]) -> None:
                 ),
                 flush=True,
             )  # fmt: skip
-    if chosen.json:
-        options = {"rounds": chosen.rounds, "turn_ms": chosen.turn_ms}
-        report.write(chosen.json, report.document("teams", rows, options=options))
+    report.save(chosen, "teams", rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import launching
 import models
 import report
-from contest import exit_code
+from contest import start
 
 RANK = str(Path(__file__).resolve().parent / "timeline_rank.py")
 LIMIT_S = 900.0
@@ -73,16 +72,9 @@ def as_table(rows: Sequence[dict[str, Any]]) -> str:
 def run(arguments: argparse.Namespace) -> int:
     rows = [measure(name, arguments.np, arguments.rounds, arguments.turn_ms) for name in arguments.models]
     print(as_table(rows))
-    if arguments.json:
-        options = {name: getattr(arguments, name) for name in ("models", "np", "rounds", "turn_ms")}
-        report.write(arguments.json, report.document("timeline", rows, options=options))
+    report.save(arguments, "timeline", rows)
     return 0
 
 
-def main() -> int:
-    arguments = parse_arguments(sys.argv[1:])
-    return exit_code(lambda: run(arguments))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    start(parse_arguments, run)

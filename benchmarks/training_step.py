@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,8 +19,8 @@ import options
 import peers
 import report
 import spaces
-from contest import Contest, ContestError, exit_code
-from rounds import Case, Plan, Result, describe_probe, play, probe_values
+from contest import Contest, ContestError, start
+from rounds import Case, Plan, Result, describe_probe, play
 
 from horo.runner.job.forwarded_variables import KEEP_MEMORY
 
@@ -167,12 +166,7 @@ def run(arguments: argparse.Namespace) -> int:
             who, arguments.np, arguments.models, plan, limit_s=arguments.turn_limit_s, hosts=hosts
         )
     print(as_table(results, arguments.np, options.where(arguments)), flush=True)
-    if arguments.json:
-        rows = rows_of(results, arguments.np)
-        asked = options.as_json(arguments)
-        more = {"probe_us": probe_values(results)}
-        report.write(arguments.json, report.document("training_step", rows, options=asked, versions=versions, **more))
-    return 1 if any(result.wrong for result in results) else 0
+    return options.finish(arguments, "training_step", results, rows_of(results, arguments.np), versions)
 
 
 def check_rows(quick: bool = True) -> list[report.CheckRow]:
@@ -212,10 +206,5 @@ def row_for(result: Result, ceiling: str, peer: str) -> report.CheckRow:
     )
 
 
-def main() -> int:
-    arguments = parse_arguments(sys.argv[1:])
-    return exit_code(lambda: run(arguments))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    start(parse_arguments, run)

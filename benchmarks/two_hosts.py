@@ -22,7 +22,7 @@ from typing import TypedDict
 
 import report
 import spaces
-from contest import START_LIMIT_S, ContestError, exit_code
+from contest import START_LIMIT_S, ContestError, start
 
 RANK = Path(__file__).with_name("two_hosts_rank.py")
 PLAIN = "tcp"
@@ -207,12 +207,8 @@ def run(arguments: argparse.Namespace) -> int:
                 found = measure([Layout(hosts, per_host, rate, arguments.size)], CONTESTANTS, arguments.rounds)
                 print("\n".join(as_lines(found)), flush=True)
                 results += found
-    if arguments.json:
-        options = {name: value for name, value in vars(arguments).items() if name != "json"}
-        rows = [asdict(result) for result in results]
-        report.write(
-            arguments.json, report.document("two_hosts", rows, options=options, tcp=spaces.congestion_control())
-        )
+    rows = [asdict(result) for result in results]
+    report.save(arguments, "two_hosts", rows, tcp=spaces.congestion_control())
     return 0 if all(result.right for result in results) else 1
 
 
@@ -268,10 +264,5 @@ def rows_for(layout: Layout, by_name: dict[str, Result]) -> list[report.CheckRow
     ]
 
 
-def main() -> int:
-    arguments = parse_arguments(sys.argv[1:])
-    return exit_code(lambda: run(arguments))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    start(parse_arguments, run)

@@ -134,9 +134,7 @@ def main(words: list[str]) -> None:
             spread = f"({min(b):.4g}, {max(b):.4g})"
             medians = (f"{statistics.median(values):.4g}" for values in (a, b))
             print(FORM.format(situation.name, title, *medians, spread), flush=True)
-    if chosen.json:
-        options = {"rounds": chosen.rounds, "calls": chosen.calls, "seconds": chosen.seconds}
-        report.write(chosen.json, report.document("wakes", rows, options=options))
+    report.save(chosen, "wakes", rows)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import combinations
 
-CASES = 12
+CASES = 6
 """A test with no more cases than these runs whole."""
 
 CASES_UNDER_A_SANITIZER = 2
@@ -16,17 +16,29 @@ SEEDS_UNDER_A_SANITIZER = 4
 """Of a test of random schedules, which are what races are found by."""
 
 
-def some_of(cases: Sequence[tuple[str, Mapping[str, object]]], sanitizer: str = "") -> set[str]:
+def some_of(
+    cases: Sequence[tuple[str, Mapping[str, object]]], sanitizer: str = "", rows: Sequence[Sequence[str]] = ()
+) -> set[str]:
     """Names of the cases of one test that a run takes; ``sanitizer``: ``address``, ``thread`` or empty.
 
-    ``cases``: the name and the parameters of each. Values are equal if they are the same object.
+    ``cases``: the name and the parameters of each. Values are equal if they are the same object. ``rows``: the names
+    of parameters that have one list of rows together, which count as one parameter.
     """
     if not sanitizer:
-        return pairwise([(name, {n: id(v) for n, v in params.items()}) for name, params in cases])
+        return pairwise([(name, by_row(params, rows)) for name, params in cases])
     same = alike(sanitizer)
     values = [(name, {n: same_layout(n, v) or id(v) for n, v in p.items() if n not in same}) for name, p in cases]
     most = SEEDS_UNDER_A_SANITIZER if "seed" in cases[0][1] else CASES_UNDER_A_SANITIZER
     return spread([(name, set(each.items())) for name, each in values], most, sanitizer)
+
+
+def by_row(params: Mapping[str, object], rows: Sequence[Sequence[str]]) -> dict[str, Hashable]:
+    """The values of a case; of parameters in a row, all under the name of the first one."""
+    row_of = {name: row[0] for row in rows for name in row}
+    found: dict[str, list[int]] = {}
+    for name in sorted(params):
+        found.setdefault(row_of.get(name, name), []).append(id(params[name]))
+    return {name: tuple(values) for name, values in found.items()}
 
 
 def pairwise(cases: Sequence[tuple[str, Mapping[str, Hashable]]]) -> set[str]:

@@ -67,7 +67,9 @@ def pytest_collection_modifyitems(config: Config, items: list[Item]) -> None:
     left_out: set[Item] = set()
     for cases in of_test.values():
         sanitizer = os.environ.get("HORO_SANITIZE", "")
-        chosen = some_of([(case.name, case.callspec.params) for case in cases], sanitizer)
+        names = [mark.args[0] for mark in cases[0].iter_markers("parametrize")]
+        rows = [each.replace(",", " ").split() if isinstance(each, str) else each for each in names]
+        chosen = some_of([(case.name, case.callspec.params) for case in cases], sanitizer, rows)
         left_out |= {case for case in cases if case.name not in chosen}
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))

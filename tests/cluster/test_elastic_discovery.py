@@ -6,7 +6,7 @@ from jobs import Hororun, Launched
 from namespaces import Cluster
 from test_elastic_hosts import FOREVER, PATIENCE_S, PLACES, WORKER, agents, ends, said_until, stop, wait_until
 
-FLAPS = 3
+FLAPS = 2
 
 
 def start(cluster: Cluster, script: str, *words: str, stop_file: Path = Path("/")) -> Launched:

@@ -79,7 +79,8 @@ def test_a_rank_that_is_killed_is_replaced_on_its_host(cluster: Cluster) -> None
 @pytest.mark.parametrize("victim", ["agent", "workers"])
 def test_the_other_host_goes_on_and_the_lost_one_is_used_again(cluster: Cluster, tmp_path: Path, victim: str) -> None:
     _, b = cluster.hosts
-    job = start(cluster, "-np", "2", "--min-np", "1", WORKER, FOREVER, STOP_FILE=str(tmp_path / "stop"))
+    limits = ("-np", "2", "--min-np", "1", "--blacklist-cooldown-range", "1", "1")
+    job = start(cluster, *limits, WORKER, FOREVER, STOP_FILE=str(tmp_path / "stop"))
     said_until(job, "worker 1 is 1 of 2")
     kill_all(agents(cluster, b) if victim == "agent" else cluster.processes(b, WORKER))
     said_until(job, "worker 0 is 0 of 1")
@@ -113,7 +114,7 @@ def test_workers_of_an_agent_that_is_stopped_do_not_hold_the_others_up(cluster: 
 def test_others_train_on_with_workers_of_a_stopped_agent_until_they_commit(cluster: Cluster, tmp_path: Path) -> None:
     _, b = cluster.hosts
     limits = ("-np", "2", "--min-np", "1", "--host-timeout", "3", "--blacklist-cooldown-range", "1", "1")
-    slow = ("-x", "LEAVE_EVERY=800")  # longer than until another agent would come
+    slow = ("-x", "LEAVE_EVERY=400")  # longer than until another agent would come
     job = start(cluster, *limits, *slow, WORKER, FOREVER, STOP_FILE=str(tmp_path / "stop"))
     said_until(job, "worker 1 is 1 of 2")
     stopped = agents(cluster, b)

@@ -106,7 +106,7 @@ def command(pid: int) -> bytes:
 def test_a_host_whose_cable_is_cut_is_lost_on_both_sides(cluster: Cluster, flags: Flags) -> None:
     b = cluster.hosts[1]
     # No process is held up for so long before the cable is cut; when it is, only silence can tell.
-    _, finish = start_stubborn(cluster, flags, "--host-timeout", "8")
+    _, finish = start_stubborn(cluster, flags, "--host-timeout", "6")
     cluster.cut(b)
     wait_until(lambda: not cluster.processes(b, "horo.runner.agent"), f"the agent on {b.name} has left")
     done = finish()

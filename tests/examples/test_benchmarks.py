@@ -25,7 +25,7 @@ import suite
 import torch
 from contest import Contest, ContestError, Turn
 from example_runs import LIMIT_SECONDS, ROOT, start
-from jobs import wait_until
+from jobs import TORCH_S, wait_until
 from workloads import allreduce as workload
 from workloads.collectives import Job
 
@@ -64,7 +64,7 @@ def benchmark() -> Iterator[subprocess.Popen[str]]:
     """A benchmark that would run for a long time; its rounds have begun."""
     with subprocess.Popen(LONG, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as driver:
         try:
-            wait_until(lambda: driver.poll() is not None or has_begun(driver.pid), "rounds have begun")
+            wait_until(lambda: driver.poll() is not None or has_begun(driver.pid), "rounds", deadline_s=TORCH_S)
             assert driver.poll() is None, driver.communicate()
             assert len(contestants_of(driver.pid)) == 4
             yield driver

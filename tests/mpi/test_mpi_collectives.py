@@ -1,52 +1,24 @@
 """All collectives with data between hosts by MPI; expected values come from arithmetic."""
 
-import functools
 import random
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from adasum_oracle import adasum, tolerance
-from known_answers import SIZES, Proposals, adasum_rows, adasums, collectives
-from mpi_job import MODES, SEGMENT_BYTES, MpiRank, join
-from ranks import NUMPY_OF_DTYPE
+from known_answers import adasum_rows, adasums
+from mpi_job import MODES, SEGMENT_BYTES, Mode, MpiRank, join
+from stress import Operation, Player, Run, Schedule
 from trace_events import parse_timeline, rows_of
 
 from horo.core import context
-from horo.core.context import RequestBuffer, Tensor
-from horo.errors import UsageError
 
 pytestmark = pytest.mark.mpi(min_size=2)
-
-COUNTS = [1, 7, 1000, 70_001]
-DTYPES = ["uint8", "float16", "float32", "float64"]
-"""One of each width that messages are cut at."""
-
-
-def values(rank: int, count: int, dtype: str) -> np.ndarray:
-    """What a rank contributes: so small that every dtype holds the sums exactly."""
-    return (1 + (np.arange(count) * 7 + rank * 3) % 5).astype(NUMPY_OF_DTYPE[dtype])
-
-
-@functools.cache
-def expected(size: int, count: int, dtype: str) -> np.ndarray:
-    parts = [values(rank, count, dtype) for rank in range(size)]
-    array: np.ndarray = np.sum(parts, axis=0, dtype=NUMPY_OF_DTYPE[dtype])
-    array.setflags(write=False)
-    return array
 
 
 def assert_same_bits(rank: MpiRank, array: np.ndarray) -> None:
     assert len({bytes(told) for told in rank.everybody(array.tobytes())}) == 1
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_allreduce(rank: MpiRank, dtype: str) -> None:
-    for count in COUNTS:
-        array = values(rank.rank, count, dtype)
-        rank.allreduce(array, name=f"{dtype} {count}")
-        assert np.array_equal(array, expected(rank.size, count, dtype))
 
 
 def test_large_floats_give_the_sum_and_the_same_bits_everywhere(rank: MpiRank) -> None:
@@ -71,48 +43,10 @@ def test_adasum_of_each_tensor(rank: MpiRank, dtype: str, digits: int) -> None:
         vectors = [mine[i] for mine in inputs]
         assert np.abs(array - adasum(vectors)).max(initial=0) <= tolerance(vectors, digits)
         assert_same_bits(rank, array)
-    lone = values(0, 5000, dtype)  # equal on all ranks
+    lone = (1 + np.arange(5000) % 5).astype(dtype)  # equal on all ranks
+    equal = lone / 2
     rank.allreduce(lone, name=f"adasum of equal {dtype}", op="adasum", prescale=2.0, postscale=0.25)
-    assert np.array_equal(lone, values(0, 5000, dtype) / 2)
-
-
-def scattered(rank: MpiRank, whole: np.ndarray) -> np.ndarray:
-    """The rows of this rank: the first ranks have one more."""
-    return np.array_split(whole, rank.size)[rank.rank]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_reducescatter(rank: MpiRank, dtype: str) -> None:
-    for count in COUNTS:
-        array = values(rank.rank, count, dtype)
-        wanted = scattered(rank, expected(rank.size, count, dtype))
-        output = np.zeros_like(wanted)
-        reduce_op = context.REDUCE_OPS["sum"]
-        rank.finish(rank.submit("reducescatter", f"s {dtype} {count}", [array], outputs=[output], reduce_op=reduce_op))
-        assert np.array_equal(output, wanted)
-        assert np.array_equal(array, values(rank.rank, count, dtype))
-
-
-@pytest.mark.parametrize("rows", [0, 1, 300, 100_000])
-def test_alltoall_of_unequal_splits(rank: MpiRank, rows: int) -> None:
-    splits = [[rows * ((s + 2 * d) % 3) for d in range(rank.size)] for s in range(rank.size)]
-    array = np.concatenate([np.full((n, 3), 10 * rank.rank + d, np.int16) for d, n in enumerate(splits[rank.rank])])
-    tensor = Tensor(array.ctypes.data, 0, array.shape, context.DTYPES["int16"], splits=tuple(splits[rank.rank]))
-    for _ in range(2):
-        handle = rank.context.submit(RequestBuffer.of(context.OPS["alltoall"], f"exchange {rows}", [tensor]))
-        rank.context.wait(handle)
-        data, received = rank.context.take_result(handle, 0)
-        rank.context.release(handle)
-        wanted = [np.full((splits[s][rank.rank], 3), 10 * s + rank.rank, np.int16) for s in range(rank.size)]
-        assert received == [len(part) for part in wanted]
-        assert np.array_equal(np.frombuffer(data, np.int16).reshape(-1, 3), np.concatenate(wanted))
-
-
-def test_barriers_and_an_error_that_all_agree_on(rank: MpiRank) -> None:
-    rank.barrier()
-    with pytest.raises(UsageError, match="rank 0"):
-        rank.allreduce(np.zeros(3 + (rank.rank == 0), np.float32), name="shapes differ")
-    rank.barrier("afterwards")
+    assert np.array_equal(lone, equal)
 
 
 def test_nothing_pending_means_no_wake_up(rank: MpiRank) -> None:
@@ -140,47 +74,35 @@ def test_an_adasum_has_its_phases_on_each_rank(rank: MpiRank, tmp_path: Path) ->
     assert {name: rows[name] for name in expected} == expected
 
 
-STEPS = 40
-SEED = random.SystemRandom().getrandbits(31) | 1
+class MpiPlayer(Player):
+    """A rank in a schedule, by itself in its process."""
+
+    rank: MpiRank
+
+    def begin_add(self, operation: Operation, _: bool) -> Any:
+        team = operation.other if operation.odd == self.me else operation.team
+        self.ids[team] = self.rank.job.add_team(self.run.schedule.teams[team])
+        return 0, [], []
 
 
-@pytest.fixture(params=MODES, ids=str)
-def tuned(request: pytest.FixtureRequest) -> Iterator[MpiRank]:
-    """A rank of a job whose values may change."""
-    with join(request.param, {"sockets": 1, "segment": SEGMENT_BYTES // 4, "cycle": 200, "overlap": 2}) as joined:
-        print("seed", joined.comm.bcast(SEED))
-        yield joined
+class MpiRun(Run):
+    player = MpiPlayer
 
 
-@pytest.fixture
-def others() -> Proposals:
-    return Proposals(SEED, SEGMENT_BYTES, 1)
+SEED = random.SystemRandom().getrandbits(31)
+TUNED = {"sockets": 1, "segment": SEGMENT_BYTES // 4, "cycle": 200, "overlap": 2}
 
 
-def values_of(rank: MpiRank) -> tuple[int, ...]:
-    """What the next operation runs with: between two operations, the same on all ranks."""
-    values = tuple(rank.context.tuning()[0].values())
-    assert rank.everybody(values) == [values] * rank.size
-    return values
-
-
-def test_all_ranks_change_over_at_one_place_and_results_are_right(tuned: MpiRank, others: Proposals) -> None:
-    seen = set()
-    for step in range(STEPS):
-        others.propose(tuned)
-        collectives(tuned, step)
-        seen.add(values_of(tuned))
-    assert len(seen) > STEPS / 4
-
-
-def test_process_sets_come_work_and_go_while_values_change(tuned: MpiRank, others: Proposals) -> None:
-    for step in range(8):
-        members = sorted(random.Random(step).sample(range(tuned.size), 1 + step % tuned.size))
-        team = tuned.job.add_team(members)
-        for turn in range(5):
-            others.propose(tuned)
-            collectives(tuned, 5 * step + turn)
-            if tuned.rank in members:
-                array = np.full(SIZES[turn + 1], tuned.rank + 1, np.float32)
-                assert set(tuned.allreduce(array, "t", team=team)) == {sum(members) + len(members)}
-        tuned.context.remove_team(team)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("tuned", [None, TUNED], ids=["fixed", "tuned"])
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_ranks_get_what_arithmetic_says_whatever_happens(mode: Mode, tuned: dict[str, int] | None) -> None:
+    with join(mode, tuned) as rank:
+        first, hosts = rank.comm.bcast(SEED), [other * 2 // rank.size for other in range(rank.size)]
+        for seed in range(first, first + 2):
+            print("seed", seed)
+            options = {"segment_bytes": SEGMENT_BYTES, "tuned": tuned}
+            MpiRun(Schedule(seed, 200, host_of_rank=hosts, together=True, **options)).play(rank)
+            rank.barrier("between two schedules")
+            values = tuple(rank.context.tuning()[0].values())
+            assert rank.everybody(values) == [values] * rank.size

@@ -246,7 +246,7 @@ class Group:
         """Where all ranks of a host see its arena."""
         return int(np.frombuffer(self._mappings[host], np.uint8).ctypes.data)
 
-    def run(self, function: Callable[[Rank], T], timeout_s: float = 60, ranks: Sequence[int] | None = None) -> list[T]:
+    def run(self, function: Callable[[Rank], T], timeout_s: float = 150, ranks: Sequence[int] | None = None) -> list[T]:
         """Runs the function on every rank at once; the first exception is raised, a hang prints all stacks."""
         chosen = range(len(self.contexts)) if ranks is None else ranks
         results: dict[int, T] = {}
@@ -309,7 +309,7 @@ class Group:
         for end in self._ends[rank]:
             end.close()
 
-    def destroy(self, timeout_s: float = 60) -> None:
+    def destroy(self, timeout_s: float = 150) -> None:
         """Shuts all ranks down at once, as processes that end together do."""
         threads = [threading.Thread(target=self.leave, args=(r,), daemon=True) for r in range(len(self.contexts))]
         if not _run_all(threads, timeout_s):

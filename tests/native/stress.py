@@ -438,9 +438,12 @@ class Player:
 class Run:
     """A schedule as it is played."""
 
-    def __init__(self, schedule: Schedule, group: Group) -> None:
+    group: Group
+    player = Player
+
+    def __init__(self, schedule: Schedule) -> None:
         sockets = schedule.options.get("sockets_per_peer", 1)
-        self.schedule, self.group, self.links = schedule, group, Links(schedule.host_of_rank, sockets)
+        self.schedule, self.links = schedule, Links(schedule.host_of_rank, sockets)
         self.handed: set[tuple[str, int, int]] = set()
         self.going = threading.Event()
         self.agreed: dict[str, int] = {}
@@ -451,7 +454,7 @@ class Run:
     def play(self, rank: Rank) -> None:
         """A rank, whose failure ends the others."""
         try:
-            Player(self, rank).play()
+            self.player(self, rank).play()
         except BaseException:
             rank.context.end("this schedule has failed")
             raise
@@ -506,7 +509,8 @@ def play(schedule: Schedule, deadline_s: float = 60) -> int:
                 patch.setattr(_core, "_SIGNAL_CHECK_MS", 1)
                 patch.setattr(_core, "_BLOCKED_EVERY_S", 0.0)
             with Group(host_of_rank=schedule.host_of_rank, teams=8, log_level=5, **schedule.options) as group:
-                run = Run(schedule, group)
+                run = Run(schedule)
+                run.group = group
                 for context in group.contexts:
                     context.blocked_after_s = 0.0 if schedule.is_hasty else math.inf
                 group.run(run.play, deadline_s)

@@ -1,5 +1,6 @@
 """Adasum: what all ranks get, against a float64 reference and the properties that its paper promises."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,8 +43,7 @@ def assert_same_bits(results: Sequence[list[bytes]]) -> None:
 
 
 @over_every_layout
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("segment_bytes", [1 << 12, 1 << 18])
+@pytest.mark.parametrize(("dtype", "segment_bytes"), [*itertools.product(["float32", "float64"], [1 << 12, 1 << 18])])
 def test_any_count_over_any_layout(host_of_rank: list[int], dtype: str, segment_bytes: int) -> None:
     def body(rank: Rank) -> list[bytes]:
         results = []

@@ -1,5 +1,6 @@
 """Allgathers: what each rank gives travels with its announcement, so that nothing but the rows moves afterwards."""
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 
@@ -68,8 +69,7 @@ def test_an_allgather_takes_one_message_up_and_one_down(rank: Rank) -> None:
 
 
 @over_every_layout
-@pytest.mark.parametrize("cache_capacity", [0, 1, 64])
-@pytest.mark.parametrize("direct_bytes", [0, 1], ids=["by slots", "direct"])
+@pytest.mark.parametrize(("cache_capacity", "direct_bytes"), [*itertools.product([0, 1, 64], [0, 1])])
 @on_ranks("host_of_rank", "cache_capacity", "direct_bytes")
 def test_first_extents_may_differ_each_time_under_one_name(rank: Rank, cache_capacity: int) -> None:
     """Two names: with room for one of them, the other one is announced in full each time."""

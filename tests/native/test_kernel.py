@@ -1,7 +1,7 @@
 """Kernels: every SIMD level gives what the contract says, bit for bit as the scalar one, and touches nothing else."""
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -69,6 +69,12 @@ def kernel(request: pytest.FixtureRequest, native: ModuleType) -> Kernel:
     if native.lib.shim_kernel_name(request.param.encode()) == native.ffi.NULL:
         pytest.skip(f"this machine has no {request.param}")
     return Kernel(native, request.param)
+
+
+def at_each_level(names: str, rows: Iterable[tuple[Any, ...]]) -> pytest.MarkDecorator:
+    """Cases of one list with the level, so that each of them runs at each level."""
+    every = [(level, *row) for level in LEVELS for row in rows]
+    return pytest.mark.parametrize(["kernel", *names.split()], every, indirect=["kernel"], ids=str)
 
 
 @pytest.fixture
@@ -159,7 +165,7 @@ def test_dtypes_have_names_and_sizes_and_reduce_but_for_the_average_of_bool(nati
         assert native.ffi.string(lib.shim_dtype_name(unknown)) == b"unknown"
 
 
-@pytest.mark.parametrize(("dtype", "op"), CASES, ids=str)
+@at_each_level("dtype op", CASES)
 def test_reduce_gives_exact_results_at_all_alignments(kernel: Kernel, scalar: Kernel, dtype: Dtype, op: int) -> None:
     """Payload and sign of a NaN are the scalar kernel's, too, but where there were two NaN to choose from."""
     rng = np.random.default_rng([dtype.code, op])
@@ -270,7 +276,7 @@ NARROWED = [
 ]
 
 
-@pytest.mark.parametrize(("half_name", "value", "expected"), NARROWED)
+@at_each_level("half_name value expected", NARROWED)
 def test_known_values_narrow_to_nearest_even(kernel: Kernel, half_name: str, value: float, expected: float) -> None:
     half = DTYPES[half_name]
     for wide in (DTYPES[name] for name in WIDES):
@@ -351,7 +357,7 @@ def test_streaming_to_an_address_that_can_never_be_aligned_still_works(kernel: K
     assert (copy.array == 2 * values).all() and copy.is_intact()
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@at_each_level("dtype", [(dtype,) for dtype in FLOATS])
 def test_scalar_products_and_pairs_are_computed_in_double_in_one_order(kernel: Kernel, dtype: Dtype) -> None:
     for count in (*COUNTS, 1023, 1024, 1025, 3001):
         for misalign in (0, dtype.storage.itemsize):
@@ -395,7 +401,7 @@ def product(kernel: Kernel, dtype: Dtype, sources: Sequence[Array], scale: float
     return oracle.parts_of(dtype, dst)
 
 
-@pytest.mark.parametrize("dtype", COMPLEX.values(), ids=str)
+@at_each_level("dtype", [(dtype,) for dtype in COMPLEX.values()])
 def test_complex_numbers_are_multiplied_as_such(kernel: Kernel, dtype: Dtype) -> None:
     for count in COUNTS:  # units multiply to the sum of their angles
         angles = [(np.arange(count) * (3 * s + 1) + s) % 4 for s in range(5)]

@@ -134,9 +134,6 @@ def test_ranks_that_wait_for_the_addresses_of_one_that_is_gone_are_told(victim: 
         group.run(body)
 
 
-CASES = list(itertools.product(sorted(NUMPY_OF_DTYPE), ["sum", "min", "max", "product", "average"]))
-
-
 def numbers(dtype: str, rows: int, seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     kind = np.dtype(NUMPY_OF_DTYPE[dtype])
@@ -146,15 +143,17 @@ def numbers(dtype: str, rows: int, seed: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("hosts", [[2], [3], [5]], ids=str)
-@pytest.mark.parametrize(("dtype", "op"), [case for case in CASES if case != ("bool", "average")])
-def test_the_bits_are_those_of_an_allreduce(hosts: list[int], dtype: str, op: str) -> None:
+@pytest.mark.parametrize("dtype", sorted(NUMPY_OF_DTYPE))
+def test_the_bits_are_those_of_an_allreduce(hosts: list[int], dtype: str) -> None:
+    ops = ["sum", "min", "max", "product", *(["average"] if dtype != "bool" else [])]
+
     def body(rank: Rank) -> None:
-        for rows in (1, rank.size, 1000, 20_001):
+        for op, rows in itertools.product(ops, (1, rank.size, 1000, 20_001)):
             values = numbers(dtype, rows, rank.rank)
             factors = {"postscale": 0.7} if op == "average" and values.dtype.kind == "f" else {}
             whole = rank.allreduce(values.copy(), f"a{rows}", op, **factors)
             (got,) = scatter(rank, [values], f"s{rows}", op, **factors)
-            assert got.tobytes() == whole[rows_of(rows, rank.size, rank.rank)].tobytes()
+            assert got.tobytes() == whole[rows_of(rows, rank.size, rank.rank)].tobytes(), (op, rows)
 
     with recorded_stderr() as said:
         run_ranks(body, hosts, segment_bytes=1 << 15, direct_bytes=1, log_level=INFO)

@@ -1,5 +1,6 @@
 """Operations that are alone in their team are agreed on by counting, and mix with all else."""
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -131,9 +132,8 @@ OPERATIONS: list[Callable[[Rank, int, int], None]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("count", [1, 1500, 40_000])
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("ranks", "count"), [*itertools.product([2, 3], [1, 1500, 40_000])])
 def test_each_operation_is_counted_and_right(operation: Callable[..., None], ranks: int, count: int) -> None:
     times = TIMES if count < 40_000 else 20
 

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from cases import pairwise, spread
+from cases import CASES, pairwise, some_of, spread
 
 
 def _product(*sizes: int) -> list[tuple[str, dict[str, int]]]:
@@ -35,8 +35,22 @@ def test_every_pair_of_values_of_any_two_parameters_occurs() -> None:
     assert len(taken) < len(cases) / 2
 
 
-@pytest.mark.parametrize("cases", [_product(100), _product(3, 4), _product(4, 5)[1:]], ids=len)
+@pytest.mark.parametrize("cases", [_product(100), _product(2, 3), _product(4, 5)[1:]], ids=len)
 def test_few_cases_and_those_of_one_list_or_no_product_are_all_taken(
     cases: list[tuple[str, dict[str, int]]],
 ) -> None:
     assert pairwise(cases) == {name for name, _ in cases}
+
+
+def test_parameters_in_a_row_count_as_one() -> None:
+    rows = [(object(), object()) for _ in range(9)]
+    cases: list[tuple[str, dict[str, object]]] = [
+        (f"{i} {a} {b}", {"one": one, "a": a, "b": b, "other": other})
+        for i, (one, other) in enumerate(rows)
+        for a in range(3)
+        for b in range(3)
+    ]
+    assert len(some_of(cases)) == len(cases)
+    chosen = some_of(cases, rows=[("a",), ("one", "other")])
+    assert CASES < len(chosen) < len(cases) / 2
+    assert {name[:-2] for name in chosen} == {name[:-2] for name, _ in cases}

@@ -1,6 +1,8 @@
 """House rules, held over all sources and documents of the repository."""
 
+import dataclasses
 import importlib.util
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -12,6 +14,7 @@ import tidy_c
 import tidy_python
 import tidy_text
 import tidy_words
+from breaks.breaks import BREAKS, Break
 from tidy_files import ROOT, below, finding, report, repository_files
 
 import horo
@@ -141,6 +144,19 @@ def test_reference_of_the_api_is_current() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert Path(module.PAGE).read_text(encoding="utf-8") == module.page(), f"run python {path.relative_to(ROOT)}"
+
+
+def misfits(broken: Break) -> list[str]:
+    """Its text, if that is not once in the file, and names of tests that none of its files has."""
+    files, _, names = broken.tests.partition(" -k ")
+    shown = "".join(map(read, files.split())) + read("tests", "native", "ranks.py")  # which names the layouts
+    unknown = [name for name in re.findall(r"\w+", names) if name != "or" and name not in shown]
+    return unknown if read(broken.file).count(broken.old) == 1 else [broken.old, *unknown]
+
+
+def test_each_break_fits_its_file_and_has_tests() -> None:
+    assert {broken.name: found for broken in BREAKS if (found := misfits(broken))} == {}
+    assert misfits(dataclasses.replace(BREAKS[0], old="}", tests="tests/conftest.py -k no_such")) == ["}", "no_such"]
 
 
 def test_what_is_said_to_be_as_in_horovod_has_a_test() -> None:
