@@ -180,6 +180,32 @@ def training_step(document: Document, folder: Path) -> Chapter:
     return Chapter([*lines, *markdown_table(titles, table)], ahead)
 
 
+# ---- steps through torch.distributed ---------------------------------------------------------------------------------
+
+
+def distributed_step(document: Document, folder: Path) -> Chapter:
+    """DDP, FSDP2 and ZeRO: times, and those of the others over that of torch.distributed over horo."""
+    del folder
+    names = [key[0] for key in grouped(document.rows, "contestant")]
+    others = [name for name in names if name != "horo dist"]
+    table, ahead = [], []
+    for (model, title), found in grouped(document.rows, "model", "title").items():
+        rows = {row["contestant"]: row for row in found}
+        cells = [report.time_text(median_of(rows[name], "")) if name in rows else "" for name in names]
+        spreads = {name: rows[name]["of_horo_dist"] for name in others if name in rows}
+        ratios = {name: "{1:.2f} ({0:.2f} to {2:.2f})".format(*spread) for name, spread in spreads.items() if spread}
+        table.append([str(model), str(title), *cells, *(ratios.get(name, "") for name in others)])
+        gloo = spreads.get("gloo")
+        if gloo and gloo[1] < 1:
+            ahead.append(f"* step of {model}, {title}{document.where}: gloo, {1 / gloo[1]:.2f} times as fast")
+    remark = (
+        "The ratios are medians within rounds with their quartiles; above 1, torch.distributed over horo is faster."
+    )
+    titles = ["model", "way", *names, *(f"{name} / horo dist" for name in others)]
+    lines = [f"## Steps of DDP, FSDP2 and ZeRO{document.where}", "", remark, "", *markdown_table(titles, table)]
+    return Chapter(lines, ahead)
+
+
 # ---- negotiation -----------------------------------------------------------------------------------------------------
 
 GROWTH = (
@@ -272,5 +298,6 @@ MAKERS: dict[str, Callable[[Document, Path], Chapter]] = {
     "allreduce": allreduce,
     "collectives": collectives,
     "training_step": training_step,
+    "distributed_step": distributed_step,
     "negotiation": negotiation,
 }

@@ -95,13 +95,17 @@ RECIPES = {
     "mlp": Recipe(lambda: mlp(24, 1024), vectors(1024), 1024, 128),
     "resnet50": Recipe(resnet50, images(224), 1000, 2, adds_up=False),
     "transformer": Recipe(lambda: Transformer(2000, 256, 4), tokens(64, 2000), 2000, 8),
+    "mlp-8": Recipe(lambda: mlp(8, 1024), vectors(1024), 1024, 16),
+    "resnet50-64": Recipe(resnet50, images(64), 1000, 2, adds_up=False),
+    "transformer-2": Recipe(lambda: Transformer(2000, 256, 4), tokens(64, 2000), 2000, 2),
     "resnet50-128": Recipe(resnet50, images(224), 1000, 128, adds_up=False),
     "transformer-large": Recipe(lambda: Transformer(2000, 1024, 12), tokens(256, 2000), 2000, 32),
     "mlp-tiny": Recipe(lambda: mlp(2, 16), vectors(16), 16, 4),
     "resnet50-tiny": Recipe(lambda: resnet50(10, width=4), images(32), 10, 2, adds_up=False),
     "transformer-tiny": Recipe(lambda: Transformer(20, 8, 1), tokens(5, 20), 20, 2),
 }
-"""``resnet50-128`` and ``transformer-large`` are for GPUs. The tiny ones are for tests: the same code in a moment."""
+"""``mlp-8`` to ``transformer-2`` have little to compute, so that their exchange counts. ``resnet50-128`` and
+``transformer-large`` are for GPUs. The tiny ones are for tests: the same code in a moment."""
 
 
 def check_known(parser: argparse.ArgumentParser, option: str, names: Iterable[str]) -> None:

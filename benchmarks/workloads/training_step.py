@@ -1,10 +1,14 @@
-"""One step of training: zero_grad, forward, backward, step."""
+"""One step of training: zero_grad, forward, backward, step.
+
+Ways through torch.distributed: DDP, also with a sharded optimizer (ZeRO), and fully sharded (FSDP2).
+"""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import models
@@ -20,6 +24,22 @@ CHECKED_BATCH_ON_GPU = 16  # it computes in float64 then
 LONELY = ("alone", "in_step")  # kinds of libraries that exchange no gradients
 
 
+@dataclass(frozen=True)
+class Way:
+    """How gradients are exchanged through torch.distributed.
+
+    Attributes:
+        kind: "ddp", "fsdp2" or "zero", which is DDP with an optimizer whose steps are shared out among ranks.
+        bucket_mb: of DDP's buckets; 0: torch's own choice.
+    """
+
+    kind: str = "ddp"
+    bucket_mb: int = 0
+
+
+DDP = Way()
+
+
 class Training:
     """A model, its optimizer as the library wants them, and this rank's part of the data.
 
@@ -29,10 +49,18 @@ class Training:
         place: where.
         batch: examples per rank; 0: as many as the recipe says.
         synced: layers that look at their batch look at that of all ranks.
+        way: of torch.distributed.
     """
 
     def __init__(
-        self, library: Library, recipe: models.Recipe, place: Place, *, batch: int = 0, synced: bool = False
+        self,
+        library: Library,
+        recipe: models.Recipe,
+        place: Place,
+        *,
+        batch: int = 0,
+        synced: bool = False,
+        way: Way = DDP,
     ) -> None:
         self.library, self.place = library, place
         batch = batch or recipe.batch
@@ -43,8 +71,12 @@ class Training:
         self.model = place.put_model(recipe.make())
         if synced and library.kind not in LONELY:
             self.model = library.module.SyncBatchNorm.convert_sync_batchnorm(self.model)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
-        self.forward = wrap(library, self.model)
+        self.forward = wrap(library, self.model, way)
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
+        if way.kind == "zero" and self.forward is not self.model:
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415 - half a second
+
+            self.optimizer = ZeroRedundancyOptimizer(self.model.parameters(), torch.optim.SGD, lr=RATE)
         if library.kind in ("horo", "horovod"):
             hvd = library.module
             self.optimizer = hvd.DistributedOptimizer(self.optimizer, named_parameters=self.model.named_parameters())
@@ -62,23 +94,47 @@ class Training:
         self.optimizer.step()
 
 
-def wrap(library: Library, model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+def wrap(library: Library, model: nn.Module, way: Way = DDP) -> Callable[[torch.Tensor], torch.Tensor]:
     if library.kind in ("gloo", "nccl"):
-        return nn.parallel.DistributedDataParallel(model)
-    if library.kind in ("horo", "horovod", *LONELY):
+        if way.kind == "fsdp2":
+            from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - a second, and older torches lack it
+
+            for part in parts_of(model):
+                fully_shard(part)
+            fully_shard(model)
+            return model
+        sizes = {"bucket_cap_mb": way.bucket_mb} if way.bucket_mb else {}
+        return nn.parallel.DistributedDataParallel(model, **sizes)
+    if library.kind in LONELY:
+        return model
+    if library.kind in ("horo", "horovod"):
+        if way.kind != DDP.kind:
+            raise Unsupported(f"{library.kind} has no {way.kind}")
         return model
     raise Unsupported(f"the library '{library.kind}' trains nothing")
 
 
+def parts_of(model: nn.Module) -> Iterator[nn.Module]:
+    """The layers that are gathered one after the other."""
+    for child in model.children():
+        for part in getattr(child, "layers", [child]):
+            if any(True for _ in part.parameters()):
+                yield part
+
+
 def flat(model: nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    """All parameters; those of shards are gathered."""
+    wholes = (each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters())
+    return torch.cat([whole.detach().flatten() for whole in wholes])
 
 
-def check_learning(library: Library, recipe: models.Recipe, place: Place, *, synced: bool = False) -> str:
+def check_learning(
+    library: Library, recipe: models.Recipe, place: Place, *, synced: bool = False, way: Way = DDP
+) -> str:
     """Trains a copy and, where batches add up, compares it with one process that has the batches of all ranks."""
     batch = min(recipe.batch, CHECKED_BATCH_ON_GPU) if place.is_gpu else recipe.batch
     with place.exact(in_float64=place.is_gpu or synced) as exact:  # what is normalized magnifies what is rounded
-        training = Training(library, recipe, exact, batch=batch, synced=synced)
+        training = Training(library, recipe, exact, batch=batch, synced=synced, way=way)
         for _ in range(CHECKED_STEPS):
             training.step()
         adds_up = recipe.adds_up or synced or library.size == 1
@@ -130,14 +186,33 @@ def differing_ranks(library: Library, model: nn.Module) -> str:
     return f"parameters differ from those of rank {others[0]}" if others else ""
 
 
+def learn(training: Training) -> float:
+    """Takes two steps. Returns how far they moved the parameters in a random direction, the same for all."""
+    begun = flat(training.model)
+    for _ in range(CHECKED_STEPS):
+        training.step()
+    moved = (flat(training.model) - begun).cpu().double()
+    direction = torch.rand(len(moved), generator=torch.Generator().manual_seed(2), dtype=torch.float64) - 0.5
+    return float(moved @ direction)
+
+
 def prepare(library: Library, parameters: dict[str, Any]) -> Work:
-    """``parameters``: model, one of models.RECIPES; batch and synced, see Training; device, autocast: see devices."""
+    """Makes the training.
+
+    Args:
+        library: exchanges gradients.
+        parameters: model, one of models.RECIPES; way and bucket_mb, see Way; batch and synced, see Training; device,
+            autocast: see devices.
+    """
     recipe, place = models.RECIPES[parameters["model"]], place_of(parameters, library.rank)
     batch, synced = int(parameters.get("batch", 0)), bool(parameters.get("synced"))
+    way = Way(parameters.get("way", DDP.kind), int(parameters.get("bucket_mb", 0)))
     torch.set_flush_denormal(True)  # a model that has learnt its batch by heart must not become ten times slower
-    training = Training(library, recipe, place, batch=batch, synced=synced)
+    training = Training(library, recipe, place, batch=batch, synced=synced, way=way)
+    learnt = learn(training)
 
     def check() -> str:
-        return check_learning(library, recipe, place, synced=synced) or differing_ranks(library, training.model)
+        wrong = check_learning(library, recipe, place, synced=synced, way=way)
+        return wrong or differing_ranks(library, training.model)
 
-    return Work(training.step, check, finish=place.finish)
+    return Work(training.step, check, figures=lambda: {"learnt": learnt}, finish=place.finish)

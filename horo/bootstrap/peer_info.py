@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from horo.bootstrap.host.grouping import Grouping, group_ranks
@@ -113,7 +113,7 @@ class PeerInfo:
         return cls(**{name: _READERS.get(name, _as_it_is)(value) for name, value in json.loads(data).items()})
 
     def _as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "cpus": hex(self.cpus)}
+        return {**vars(self), "identity": vars(self.identity), "cpus": hex(self.cpus)}
 
 
 def _as_it_is(value: Any) -> Any:

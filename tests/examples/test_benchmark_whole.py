@@ -43,7 +43,11 @@ RUNS: dict[str, tuple[str, str, list[tuple[Any, ...]], int]] = {
     f"teams {LAYOUTS}": ("layout bytes", BY_LAYOUT, 0),
     "timeline --models mlp-tiny --rounds 3 --turn-ms 20": ("model", [("mlp-tiny",)], 0),
     "elastic_commit --model resnet50-tiny --batch 2 --rounds 2 --steps 1": ("model", [("resnet50-tiny",)], 0),
-    "elastic_kills --hosts 1 --peers horo --kills 1": ("hosts victim", [(1, "rank 0"), (1, "rank 3")], 0),
+    "elastic_kills --hosts 1 --peers horo --kills 3": (
+        "victim moment",
+        [("rank 0", "step"), ("another", "step"), ("rank 0", "sync"), ("none", "a newcomer joins")],
+        0,
+    ),
     f"collectives {SHORT} --max 4K --step 1024": (
         "operation bytes contestant",
         [(o, size, who) for o in MOVES for size in (4 if o == "broadcast" else 8, 4096) for who in ("horo", "gloo")],
@@ -58,6 +62,16 @@ RUNS: dict[str, tuple[str, str, list[tuple[Any, ...]], int]] = {
         "contestant",
         [(who,) for who in ("ceiling", KEPT, f"{KEPT}, in step", "horo", "gloo", "gloo, memory kept")],
         6,
+    ),
+    "distributed_step --rounds 2 --turn-ms 1 --models mlp-tiny,resnet50-tiny --bucket-mb 1": (
+        "model way contestant",
+        [
+            (model, way, who)
+            for model in ("mlp-tiny", "resnet50-tiny")
+            for way in ("ddp", "fsdp2", "zero")
+            for who in (("horo dist", "gloo", "horo") if way == "ddp" else ("horo dist", "gloo"))
+        ],
+        14,
     ),
     f"small_tensors {SHORT} --tensors 20 --size 64": (
         "form contestant",

@@ -14,6 +14,7 @@ import allreduce
 import check
 import collectives
 import contest
+import distributed_step
 import numpy as np
 import peers
 import psutil
@@ -115,6 +116,29 @@ def test_ratios_are_taken_within_heats_and_by_state() -> None:
     assert result.ratio("gloo") == pytest.approx(3.0)
     assert result.ratio("MPICH") is None
     assert result.median("horo", "sharing") == pytest.approx(55.0)
+
+
+def test_steps_through_torch_distributed_are_judged_beside_gloo_and_horos_optimizer() -> None:
+    def result_of(times: dict[str, list[float]], learnt: dict[str, float]) -> rounds.Result:
+        result = rounds.Result(rounds.Case("x", {}), dict.fromkeys(times, 1))
+        for heat in zip(*times.values(), strict=True):
+            turns = {
+                name: contest.Turn(micros, [{"figures": {"learnt": learnt[name]}}])
+                for name, micros in zip(times, heat, strict=True)
+            }
+            result.heats.append(rounds.Heat((1.0, 1.0), turns))
+        distributed_step.compare_learning(result)
+        return result
+
+    same = {"horo dist": 2.0, "gloo": 2.0001, "horo": 2.0}
+    good = result_of({"horo dist": [10.0] * 3, "gloo": [9.0, 11.0, 12.0], "horo": [9.7, 9.6, 9.8]}, same)
+    assert (good.wrong, distributed_step.verdicts_of(good)) == ({}, {"gloo": "ok", "horo": "ok"})
+    even = result_of({"horo dist": [10.0] * 3, "gloo": [9.0, 9.9, 12.0], "horo": [10.0] * 3}, same)
+    assert distributed_step.verdicts_of(even) == {"gloo": "even", "horo": ""}
+    bad = result_of({"horo dist": [10.0] * 3, "gloo": [9.0] * 3, "horo": [8.0] * 3}, {**same, "gloo": 2.1})
+    assert distributed_step.verdicts_of(bad) == {"gloo": "short", "horo": "short"}
+    assert list(bad.wrong) == ["gloo"]
+    assert "moved the parameters by 2.1, those of horo dist by 2" in bad.wrong["gloo"]
 
 
 ALLREDUCE = str(FOLDER / "allreduce.py")

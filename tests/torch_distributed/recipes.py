@@ -87,6 +87,26 @@ def recipe_ddp_find_unused() -> None:
     ddp(find_unused_parameters=True)
 
 
+def recipe_ddp_sparse() -> None:
+    ranks = dist.get_world_size()
+    table = nn.Embedding(ranks + 1, 4, sparse=True)
+    wrapped = DistributedDataParallel(table)
+    wrapped(torch.tensor([dist.get_rank(), ranks])).sum().backward()
+    assert table.weight.grad is not None
+    want = torch.tensor([[1 / ranks]] * ranks + [[1.0]]).expand(-1, 4)
+    torch.testing.assert_close(table.weight.grad.to_dense(), want)
+
+
+def recipe_ddp_of_one_rank() -> None:
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    wrapped, plain = DistributedDataParallel(model(), process_group=groups[dist.get_rank()]), model()
+    for each in (wrapped, plain):
+        train(each, torch.optim.SGD(each.parameters(), lr=0.1))
+    same(wrapped.module, plain)
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
 def recipe_ddp_hooks() -> None:
     for hook in (default_hooks.fp16_compress_hook, default_hooks.allreduce_hook):
         wrapped = DistributedDataParallel(model())

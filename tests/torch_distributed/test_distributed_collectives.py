@@ -212,7 +212,10 @@ def test_sparse_tensors(op: str, is_async: bool) -> None:
         return torch.sparse_coo_tensor(places, torch.full((of + 1, 2), of + 1.0), (5, 2), check_invariants=True)
 
     tensor = given(rank)
-    do(dist.all_reduce, tensor, op=getattr(dist.ReduceOp, op), is_async=is_async)
+    work = dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op), async_op=is_async)
+    if work is not None:
+        assert work.wait()
+        assert work.get_future().value()[0] is tensor  # DDP reads it there
     want = sum(given(each).to_dense() for each in range(size)) / (size if op == "AVG" else 1)
     assert torch.equal(tensor.to_dense(), want)
     with pytest.raises(NotImplementedError, match="of sparse tensors there are SUM and AVG"):

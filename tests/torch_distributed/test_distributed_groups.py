@@ -51,6 +51,20 @@ def test_groups_of_some_ranks() -> None:
         dist.all_gather_object(found, "alone", group=alone)
         dist.barrier(group=alone)
         assert (tensor.item(), gathered[0].item(), found) == (5.0, 5.0, ["alone"])
+        result, place = torch.zeros(2), torch.tensor([7.0, 7.0])
+        for value in (1.0, 2.0, 3.0):  # the same call, with other memory
+            given = torch.full((2,), value)
+            dist.all_gather_into_tensor(result, given, group=alone)
+            assert result.tolist() == [value] * 2
+            dist.reduce_scatter_tensor(place, given, op=dist.ReduceOp.AVG, group=alone)
+            assert place.tolist() == [value] * 2
+            before = given._version
+            work = dist.all_reduce(given, group=alone, async_op=True)
+            assert work is not None
+            assert work.wait()
+            assert work.get_future().wait()[0] is given
+            assert given._version > before
+            dist.barrier(group=alone)
     for group in (*pairs, alone):
         dist.destroy_process_group(group)
 
@@ -296,6 +310,22 @@ def stop_waiting(timeout: timedelta, *, by_options: bool) -> None:
 @on("fresh_group3")
 def test_an_operation_that_is_late_ends_the_group_on_all_ranks_and_the_late_rank_is_named(by_options: bool) -> None:
     stop_waiting(timedelta(seconds=1), by_options=by_options)
+
+
+@on("group2")
+def test_what_ends_a_group_is_its_timeout_and_not_that_of_stalls() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HORO_STALL_CHECK_TIME_SECONDS", "0.1")
+        patch.setenv("HORO_STALL_SHUTDOWN_TIME_SECONDS", "0.1")
+        group = dist.new_group(timeout=timedelta(seconds=1))
+    if dist.get_rank() == 0:
+        with pytest.raises(TimeoutError, match=r"rank 1 \(.*\) has not called barrier"):
+            dist.barrier(group)
+    else:
+        while (error := group._exchange.job.context.health()) is None:  # as one that computes
+            time.sleep(0.01)
+        assert "has not called barrier" in str(error)
+    dist.destroy_process_group(group)
 
 
 def lose(victim: int) -> str:

@@ -19,7 +19,7 @@ from horo.torch.compat.profiler import profiling
 from horo.torch.distributed.connection import close_job
 from horo.torch.distributed.recorded import recorded
 from horo.torch.distributed.reduction import Reduction
-from horo.torch.distributed.work import DONE, HoroWork, Pending
+from horo.torch.distributed.work import DONE, HoroWork, Pending, done
 from horo.torch.engine.operation import DTYPES, check_tensor, count_change
 from horo.torch.engine.results import Gathered, gathered
 
@@ -94,7 +94,7 @@ class Exchange:
         self._has_paired = False
         """This rank has sent or received, so others may do so without it."""
         self._kept: dict[Hashable, list[RequestBuffer]] = {}
-        """The requests for each key of ``again`` that no thread is using."""
+        """The requests for each key of ``again`` that no thread is using; none in a group of one rank."""
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the timeout of collectives that are begun from now on."""
@@ -114,6 +114,8 @@ class Exchange:
         """
         if self._closed or profiling._is_profiler_enabled:
             return None
+        if self.pending is None:
+            return self._again_alone(key, source, target)
         tensors: tuple[torch.Tensor, ...] = ()
         try:
             buffers = self._kept[key]
@@ -134,6 +136,23 @@ class Exchange:
         buffers.append(buffer)
         return work
 
+    def _again_alone(self, key: tuple[Any, ...], source: torch.Tensor | None, target: Any) -> Any:
+        """``again`` in a group of one rank."""
+        if key not in self._kept:
+            return None
+        if source is None:
+            return DONE
+        begin = _address(source)
+        end = begin if target is None else _address(target)
+        if not begin or not end:
+            return None
+        result = source if target is None else target
+        if begin != end:  # FSDP gathers from the place of the result
+            with torch.no_grad():
+                result.view(-1).copy_(source.view(-1))
+        count_change((result,))
+        return done((result,)) if key[1] else DONE
+
     def do(self, call: GroupCall, opts: Any) -> Any:
         """Begins a collective, or does it where the caller waits at once; the work that torch gets.
 
@@ -144,13 +163,17 @@ class Exchange:
 
     def _do(self, call: GroupCall, opts: Any) -> Any:
         self.check_open()
+        is_async = getattr(opts, "asyncOp", True)
+        may_keep = call.reduction.factor is None and not any(each.is_complex() for each in call.inputs)
+        # the key has no factor, a complex tensor may be conjugated lazily
         if self.pending is None:
             _copy_alone(call)
             if call.after is not None:
                 call.after()
             count_change(call.results)
-            return DONE
-        is_async = getattr(opts, "asyncOp", True)
+            if call.key is not None and may_keep:
+                self._keep(call.key)
+            return done(call.results) if is_async else DONE
         buffer = RequestBuffer.of(
             OPS[call.op],
             None,
@@ -163,13 +186,16 @@ class Exchange:
             timeout_ms=call.timeout_ms or self._timeout_ms,
         )
         work = self._begin(buffer, is_async, (*call.inputs, *call.outputs), call.results, call.after)
-        may_keep = call.reduction.factor is None and not any(each.is_complex() for each in call.inputs)
-        # the key has no factor, a complex tensor may be conjugated lazily, and ``again`` may have left what is kept
+        # ``again`` may have left what is kept
         if call.key is not None and may_keep and not self._kept.get(call.key):
-            if len(self._kept) >= _KEPT_MAX:
-                self._kept.clear()
-            self._kept.setdefault(call.key, []).append(buffer)
+            self._keep(call.key).append(buffer)
         return work
+
+    def _keep(self, key: Hashable) -> list[RequestBuffer]:
+        """The requests that are kept for this key."""
+        if len(self._kept) >= _KEPT_MAX:
+            self._kept.clear()
+        return self._kept.setdefault(key, [])
 
     def _begin(
         self,
@@ -184,7 +210,7 @@ class Exchange:
         if is_async:
             spans = pending.memory.hold_back(tensors)
             end = None if after is None else lambda _: after()
-            return HoroWork(pending, pending.core.submit(buffer), tensors, results, end, spans=spans)
+            return self._work(pending.core.submit, buffer, tensors, results, end, spans=spans)
         if pending.memory:
             pending.memory.hold_back(tensors)
         try:
@@ -197,24 +223,59 @@ class Exchange:
         count_change(results)
         return DONE
 
-    def gather_rows(self, rows: Sequence[torch.Tensor], finish: Callable[[Sequence[Gathered]], None], opts: Any) -> Any:
-        """Gathers rows of all ranks, of any number each; ``finish`` gets them when they are there."""
-        return recorded(self.recorded_as, "sparse_all_reduce", rows, lambda: self._gather_rows(rows, finish, opts))
+    def _work(
+        self,
+        begin: Callable[[RequestBuffer], object],
+        buffer: RequestBuffer,
+        tensors: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        after: Callable[[int], int | HoroError | None] | None,
+        *,
+        spans: Sequence[tuple[int, int]] = (),
+    ) -> HoroWork:
+        """Has the core begin an operation on ``tensors``, whose handle it writes into the buffer."""
+        pending: Any = self.pending
+        buffer.last_handle[0] = 0
+        try:
+            begin(buffer)
+            return HoroWork(pending, buffer.last_handle[0], tensors, results, after, spans=spans)
+        except BaseException:  # of a signal handler, perhaps: then the request goes on
+            if handle := buffer.last_handle[0]:
+                pending.core.release_or_keep(handle, tensors)
+            raise
 
-    def _gather_rows(self, rows: Sequence[torch.Tensor], finish: Callable[..., None], opts: Any) -> Any:
+    def gather_rows(
+        self,
+        rows: Sequence[torch.Tensor],
+        finish: Callable[..., HoroError | None],
+        results: Sequence[torch.Tensor],
+        opts: Any,
+    ) -> Any:
+        """Gathers rows of all ranks, of any number each; ``finish`` gets them as ``Gathered``, for ``results``."""
+        name = "sparse_all_reduce"
+        return recorded(self.recorded_as, name, rows, lambda: self._gather_rows(rows, finish, results, opts))
+
+    def _gather_rows(
+        self,
+        rows: Sequence[torch.Tensor],
+        finish: Callable[..., HoroError | None],
+        results: Sequence[torch.Tensor],
+        opts: Any,
+    ) -> Any:
         self.check_open()
         if self.pending is None:
             finish([Gathered(each, [len(each)]) for each in rows])
-            return DONE
+            return done(results)
         tensors = [context.Tensor(each.data_ptr(), 0, each.shape, DTYPES[each.dtype]) for each in rows]
         core = self.pending.core
         buffer = RequestBuffer.of(OPS["allgather"], None, tensors, timeout_ms=self._timeout_ms)
+        taken = [context.TakenResult(core.size) for _ in rows]
 
-        def take(handle: int) -> None:
-            taken = (core.take_result(handle, index) for index in range(len(rows)))
-            finish([gathered(*each, tensor) for each, tensor in zip(taken, rows, strict=True)])
+        def take(handle: int) -> HoroError | None:
+            found = (core.take_result(handle, index, each) for index, each in enumerate(taken))
+            return finish([gathered(*each, tensor) for each, tensor in zip(found, rows, strict=True)])
 
-        work = HoroWork(self.pending, core.submit(buffer), rows, (), take)
+        work = self._work(core.submit, buffer, rows, results, take)
         if not getattr(opts, "asyncOp", True):
             work.wait()
         return work
@@ -224,10 +285,13 @@ class Exchange:
         pending = self._core("send")
         tensor = context.Tensor(source.data_ptr(), source.data_ptr(), (source.numel(),), DTYPES[source.dtype])
 
-        def begin() -> HoroWork:
-            return HoroWork(pending, pending.core.send(tensor, peer, tag), [source], (), None)
+        def begin(buffer: RequestBuffer) -> None:
+            pending.core.send(tensor, peer, tag, buffer=buffer)
 
-        return recorded(self.recorded_as, "send", [source], begin)
+        def work() -> HoroWork:
+            return self._work(begin, RequestBuffer(), [source], (), None)
+
+        return recorded(self.recorded_as, "send", [source], work)
 
     def receive(
         self,
@@ -247,10 +311,13 @@ class Exchange:
                 after()
             return core.source(handle)
 
-        def begin() -> HoroWork:
-            return HoroWork(pending, core.receive(tensor, peer, tag), [target], results, finish)
+        def begin(buffer: RequestBuffer) -> None:
+            core.receive(tensor, peer, tag, buffer=buffer)
 
-        return recorded(self.recorded_as, "recvAnySource" if peer is None else "recv", [target], begin)
+        def work() -> HoroWork:
+            return self._work(begin, RequestBuffer(), [target], results, finish)
+
+        return recorded(self.recorded_as, "recvAnySource" if peer is None else "recv", [target], work)
 
     def _core(self, what: str) -> Pending:
         self.check_open()

@@ -128,7 +128,7 @@ class HoroProcessGroup(_Base):  # type: ignore[misc]
             averages = check_sum(reduction)
             (tensor,) = tensors
             finish = put_together(tensor, self._size, averages=averages)
-            return self._exchange.gather_rows(entries_of(tensor), finish, opts)
+            return self._exchange.gather_rows(entries_of(tensor), finish, [tensor], opts)
         return self._in_place("allreduce", "all_reduce", tensors, opts, key, reduction=reduction)
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
