@@ -151,7 +151,8 @@ class Training:
             first = {note.pid: note for note in notes if note.pid in survivors}
             return list(first.values()) if first.keys() == survivors else []
 
-        return max(note.time_s for note in self._await("step after the kill", gone_on)) - begin_s
+        notes: list[Noted] = self._await("step after the kill", gone_on)
+        return max(note.time_s for note in notes) - begin_s
 
     def _kill(self, case: Case, dead: Sequence[Noted]) -> float:
         """Kills them, or has one of them do so; the time at which that was."""
@@ -166,7 +167,8 @@ class Training:
         order.write_text(case.moment)
         order.rename(self._folder / f"kill.{victim.pid}")
         died = self._folder / f"died.{victim.pid}"
-        return self._await(f"death in {case.moment}", lambda: _times_in(died))[0]
+        times: list[float] = self._await(f"death in {case.moment}", lambda: _times_in(died))
+        return times[0]
 
     def _notes(self) -> list[Noted]:
         """The whole lines of all processes."""
@@ -174,8 +176,9 @@ class Training:
         for path in self._folder.iterdir():
             for line in path.read_text().splitlines(keepends=True) if path.name.isdigit() else ():
                 if line.endswith("\n"):
-                    *numbers, gap_s, time_s = line.split()
-                    found.append(Noted(int(path.name), *map(int, numbers), float(gap_s), float(time_s)))
+                    generation, rank, size, host, gap_s, time_s = line.split()
+                    numbers = int(generation), int(rank), int(size), int(host)
+                    found.append(Noted(int(path.name), *numbers, float(gap_s), float(time_s)))
         return found
 
     def _last(self, size: int = 0, below: int = 0) -> list[Noted]:

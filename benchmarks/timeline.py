@@ -1,10 +1,11 @@
-"""What a timeline costs a training step: the same job trains with it and without it, in turn.
+"""What a timeline, or the counters of ``hvd.stats()``, cost a training step: a job trains with and without, in turn.
 
     python benchmarks/timeline.py                              MLP, ResNet-50 and a transformer on two ranks
     python benchmarks/timeline.py --models mlp --rounds 41 --json out.json
+    python benchmarks/timeline.py --of stats                   the counters that are read at the end of each step
 
-Every rank writes one, with marks of cycles. In each round both turns come one directly after the other, in an order
-that alternates; a turn's value is the time of a step on the slowest rank, and ratios are taken within rounds.
+Every rank writes a timeline, with marks of cycles. In each round both turns come one directly after the other, in an
+order that alternates; a turn's value is the time of a step on the slowest rank, and ratios are taken within rounds.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time of a training step with a timeline over that without.")
     known = ", ".join(models.RECIPES)
     parser.add_argument("--models", default="mlp,resnet50,transformer", help=f"some of {known} (default: %(default)s)")
+    parser.add_argument("--of", choices=("timeline", "stats"), default="timeline", help="(default: %(default)s)")
     parser.add_argument("--np", type=int, default=2, help="ranks (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=21, help="turns of each (default: %(default)s)")
     parser.add_argument("--turn-ms", type=float, default=1000, help="about, of each turn (default: %(default)s)")
@@ -41,23 +43,26 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def measure(model: str, ranks: int, rounds: int, turn_ms: float) -> dict[str, Any]:
+def measure(of: str, model: str, ranks: int, rounds: int, turn_ms: float) -> dict[str, Any]:
     """The row of one model.
 
     Raises:
         ContestError: the job failed, or took too long.
     """
-    words = [RANK, model, str(rounds), str(turn_ms)]
+    words = [RANK, of, model, str(rounds), str(turn_ms)]
     (said,) = launching.run(launching.hororun(ranks, words), limit_s=LIMIT_S)
     ratios = [on / off for on, off in zip(said["on_us"], said["off_us"], strict=True)]
-    return {"model": model, "ranks": ranks, **said, "ratios": ratios, "ratio": statistics.median(ratios)}
+    return {"of": of, "model": model, "ranks": ranks, **said, "ratios": ratios, "ratio": statistics.median(ratios)}
 
 
 def as_table(rows: Sequence[dict[str, Any]]) -> str:
     """The table that people read."""
     form = "{:<18} {:>10} {:>10} {:>8} {:>18} {:>18} {:>14}"
     titles = ("", "off", "on", "ratio", "middle half", "(least, most)", "events a step")
-    lines = [f"training step, {rows[0]['ranks']} ranks, {len(rows[0]['ratios'])} rounds", form.format(*titles)]
+    lines = [
+        f"{rows[0]['of']}: training step, {rows[0]['ranks']} ranks, {len(rows[0]['ratios'])} rounds",
+        form.format(*titles),
+    ]
     for row in rows:
         low, _, high = statistics.quantiles(row["ratios"], n=4)
         times = (report.time_text(statistics.median(row[key])) for key in ("off_us", "on_us"))
@@ -70,7 +75,7 @@ def as_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    rows = [measure(name, arguments.np, arguments.rounds, arguments.turn_ms) for name in arguments.models]
+    rows = [measure(arguments.of, name, arguments.np, arguments.rounds, arguments.turn_ms) for name in arguments.models]
     print(as_table(rows))
     report.save(arguments, "timeline", rows)
     return 0

@@ -1,4 +1,4 @@
-"""One rank of timeline.py: trains, by turns with a timeline and without."""
+"""One rank of timeline.py: trains, by turns with a timeline, or the counters of ``hvd.stats()``, and without."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from libraries.horo import Opened
 from workloads.training_step import Training
 
 import horo.torch as hvd
+from horo.torch.engine import runtime
 
 WARM_STEPS = 3
 
@@ -41,6 +42,15 @@ class Turns:
             self.training.step()
         return self.slowest((time.perf_counter() - begin_s) / steps)
 
+    def time_plain(self, steps: int) -> float:
+        """The same without the counters of ``hvd.stats()``."""
+        meter: Any = runtime.current().course.meter
+        meter.end_step = lambda _: None
+        self.training.step()  # as before the other turn
+        seconds = self.time(steps)
+        del meter.end_step
+        return seconds
+
     def time_traced(self, steps: int) -> tuple[float, int]:
         """The same with a timeline on each rank, and how many events that has got."""
         hvd.start_timeline(self.path, mark_cycles=True)
@@ -51,7 +61,7 @@ class Turns:
 
 
 def main() -> int:
-    model, rounds, turn_ms = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+    of, model, rounds, turn_ms = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
     torch.set_flush_denormal(True)
     with tempfile.TemporaryDirectory(prefix="timeline-") as folder:
         turns = Turns(model, folder)
@@ -61,7 +71,9 @@ def main() -> int:
         events = 0
         for number in range(rounds):
             for is_on in (False, True) if number % 2 == 0 else (True, False):
-                if is_on:
+                if of == "stats" and not is_on:
+                    seconds = turns.time_plain(steps)
+                elif of == "timeline" and is_on:
                     seconds, events = turns.time_traced(steps)
                 else:
                     turns.training.step()  # as before the other turn

@@ -202,6 +202,7 @@ class Job:
         output: form and place of the output.
         timelines: the merge of the ranks' timelines at the end; None: none.
         json_report: the file for the course of the job; empty: none.
+        summary: whether the card is printed at the end; None: on a terminal.
         elastic: the limits of an elastic job; None: a rank that fails ends the job.
     """
 
@@ -235,6 +236,7 @@ class Job:
     output: OutputOptions = OutputOptions()
     timelines: TimelineMerge | None = None
     json_report: str = ""
+    summary: bool | None = None
     elastic: Elastic | None = None
 
     @property

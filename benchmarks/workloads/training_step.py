@@ -103,7 +103,7 @@ def wrap(library: Library, model: nn.Module, way: Way = DDP) -> Callable[[torch.
                 fully_shard(part)
             fully_shard(model)
             return model
-        sizes = {"bucket_cap_mb": way.bucket_mb} if way.bucket_mb else {}
+        sizes: dict[str, Any] = {"bucket_cap_mb": way.bucket_mb} if way.bucket_mb else {}
         return nn.parallel.DistributedDataParallel(model, **sizes)
     if library.kind in LONELY:
         return model

@@ -13,6 +13,7 @@ from horo.config.ignored import AT_BUILD, PASSED_OVER
 from horo.config.table import (
     CallVariables,
     Config,
+    HororunVariables,
     LaunchVariables,
     MpiVariables,
     SlurmVariables,
@@ -57,6 +58,7 @@ SECTIONS: tuple[tuple[type[Any], str, str], ...] = (
         "Settings",
         f"These must be equal on all ranks: `{'`, `'.join(SHARED_SETTINGS)}`.",
     ),
+    (HororunVariables, "Read by `hororun`", "In its own environment."),
     (LaunchVariables, "Set by `hororun`", "Scripts may read them. Do not set them by hand."),
     (CallVariables, "Set by `horo.run`", "For the ranks that it starts."),
     (

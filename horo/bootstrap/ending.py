@@ -95,6 +95,10 @@ class EndReporter:
         """Reports the file of a timeline that is to be made of its rows if this rank cannot do so at its end."""
         self._write({"timeline": path})
 
+    def summary(self, values: dict[str, object]) -> None:
+        """Hands over the sums of this rank over its steps, for the card at the end of the job."""
+        self._write({"summary": values})
+
     def elastic(self, **values: object) -> None:
         """Reports to the driver of an elastic job."""
         self._write({"elastic": values})

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 from horo.config.variable import exact_variable, variable
 
-__all__ = ["CallVariables", "LaunchVariables", "MpiVariables", "SlurmVariables", "TorchrunVariables"]
+__all__ = [
+    "CallVariables",
+    "HororunVariables",
+    "LaunchVariables",
+    "MpiVariables",
+    "SlurmVariables",
+    "TorchrunVariables",
+]
 
 _RANK = {"kind": int, "low": 0, "high": (1 << 31) - 1}
 _COUNT = {"kind": int, "low": 1, "high": (1 << 31) - 1}
@@ -84,6 +91,18 @@ class LaunchVariables:
         str,
         "Set by `init()` in a rank's own process, for those that it starts: they have inherited its place, and "
         "their `init()` is refused.",
+    )
+
+
+@dataclass(frozen=True)
+class HororunVariables:
+    """The variables that hororun itself reads."""
+
+    summary: bool | None = exact_variable(
+        "HORO_SUMMARY",
+        bool,
+        "1: at the end of a job, `hororun` tells where the time of a step went, as by `--summary`; 0: never. Default: "
+        "where stderr is a terminal.",
     )
 
 

@@ -13,7 +13,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from horo.config.launch_variables import CallVariables, LaunchVariables, MpiVariables, SlurmVariables, TorchrunVariables
+from horo.config.launch_variables import (
+    CallVariables,
+    HororunVariables,
+    LaunchVariables,
+    MpiVariables,
+    SlurmVariables,
+    TorchrunVariables,
+)
 from horo.config.sources import ARGUMENT, DEFAULT, read_sources
 from horo.config.variable import (
     Option,
@@ -32,6 +39,7 @@ __all__ = [
     "LOG_LEVELS",
     "CallVariables",
     "Config",
+    "HororunVariables",
     "LaunchVariables",
     "MpiVariables",
     "Option",
@@ -413,6 +421,7 @@ class Config:
 
 GROUPS: tuple[type[Any], ...] = (
     Config,
+    HororunVariables,
     LaunchVariables,
     CallVariables,
     TorchrunVariables,

@@ -400,6 +400,13 @@ class Context(Pairs):
         lib.horo_read_counters(self._context, native)
         return {name: int(getattr(native, name)) for name, _ in ffi.typeof("horo_counters").fields or ()}
 
+    def work(self) -> tuple[int, int, int, int, int]:
+        """Of ``counters``, what is read at each step: blocked_ns, moved_ns, bytes, tensors, batches."""
+        native = ffi.new("horo_counters *")
+        if self._context != _NULL:
+            lib.horo_read_counters(self._context, native)
+        return native.blocked_ns, native.moved_ns, native.bytes, native.tensors, native.batches
+
     def events(self) -> list[Event]:
         """The last events of this rank, at most ``HORO_EVENTS_MAX``, the oldest first. Thread-safe; never blocks.
 

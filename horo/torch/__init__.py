@@ -41,7 +41,7 @@ from horo.torch.horovod_names.info import (
     nccl_built,
     rocm_built,
 )
-from horo.torch.lifecycle import config, init, is_initialized, shutdown
+from horo.torch.lifecycle import config, init, is_initialized, shutdown, stats
 from horo.torch.nn.sync_batch_norm import SyncBatchNorm
 from horo.torch.ops.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from horo.torch.ops.allreduce import (
@@ -167,6 +167,7 @@ __all__ = [
     "size",
     "sparse_allreduce_async",
     "start_timeline",
+    "stats",
     "stop_timeline",
     "synchronize",
 ]

@@ -18,6 +18,7 @@ from horo.torch.compat.dynamo import keep_from_dynamo
 from horo.torch.compat.rank_zero import tell_rank
 from horo.torch.engine.course import SCRIPT_ENDED, SHUT_DOWN
 from horo.torch.engine.runtime import Forecast, Runtime, current, process
+from horo.torch.engine.steps import Stats
 from horo.torch.ops.process_set import ProcessSet, register_all
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from horo.config.init_settings import InitSettings
     from horo.config.settings import Settings
 
-__all__ = ["config", "init", "is_initialized", "shutdown"]
+__all__ = ["config", "init", "is_initialized", "shutdown", "stats"]
 
 
 def _refuse_within(caller: FrameType | None) -> None:
@@ -198,6 +199,30 @@ def config() -> Settings:
     runtime = current()
     job = runtime.job
     return runtime.inside("config", job.settings_now) if job.is_tuned else job.settings
+
+
+def stats() -> Stats:
+    """The parts of the time of this rank's steps since ``init()``: of the last one, and of all. Returns at once.
+
+    It asks no other rank, so any rank may call it at any time, also before the first step, when all numbers are 0. A
+    step is from the end of one ``step()`` of a ``DistributedOptimizer`` to the end of the next; the first one is not
+    measured. Of several optimizers that take turns, one
+    counts them.
+
+    Returns:
+        An object with ``steps``, ``last`` and ``total`` (each has ``steps``, ``seconds``, ``computing``, ``waiting``
+        for other ranks, ``moving`` data, ``loading``, ``bytes``, ``tensors`` and ``batches``), ``peak_memory`` and
+        ``peak_gpu_memory`` in bytes. A rank that waits less than the others is the slowest.
+
+    Raises:
+        NotInitializedError: Before ``init()``.
+
+    Example:
+        if hvd.rank() == 0:
+            last = hvd.stats().last
+            print(f"step {1e3 * last.seconds:.1f} ms, waiting {1e3 * last.waiting:.1f}, moving {1e3 * last.moving:.1f}")
+    """
+    return current().course.meter.stats()
 
 
 def shutdown() -> None:

@@ -264,14 +264,14 @@ typedef struct {
     uint64_t cache_hits;       /* announced by id */
     uint64_t batches;          /* executed */
     uint64_t counted;          /* of these, agreed on by counting, without a leader: operations that were alone */
-    uint64_t tensors;          /* executed */
-    uint64_t bytes;            /* of tensors executed */
+    uint64_t tensors, bytes;   /* executed; and of these */
     uint64_t messages_sent;    /* control messages to other hosts */
     uint64_t link_bytes;       /* of data, handed to links to other hosts */
     uint64_t sleeps;           /* times a driver slept */
     uint64_t wakes;            /* of others that slept, and of this rank's background thread where it is parked */
     uint64_t moves;            /* of a thread that waited to a core with fewer ranks; see leaves_crowded_cores */
     uint64_t mpi_stranded;     /* transfers given up that MPI has not given back: it may still touch their memory */
+    uint64_t blocked_ns, moved_ns; /* of any thread in a wait that is over; and the data of a batch moved meanwhile */
 } horo_counters;
 
 /* The events that a rank notes as its work goes along. */
@@ -306,7 +306,7 @@ typedef struct {
 enum { HORO_NAME_MAX = 1023, HORO_MESSAGE_MAX = 1024, HORO_DIMS_MAX = 64, HORO_EVENTS_MAX = 1024 };
 enum { HORO_SOCKETS_PER_PEER_MAX = 8, HORO_TEAMS_MAX = 64, HORO_TEAM_ID_STEP = 256 };
 enum { HORO_WAITING_MAX = 16, HORO_CALLERS_MAX = 256, HORO_MPI_STATUS_MAX = 128, HORO_MPI_MESSAGE_MAX = 1 << 30 };
-/* "0.1.0+abi35": ranks compare it at init and refuse to mix. */
+/* "0.1.0+abi36": ranks compare it at init and refuse to mix. */
 HORO_API const char *horo_version(void);
 HORO_API const char *horo_status_name(int status);
 HORO_API size_t horo_dtype_bytes(int dtype);

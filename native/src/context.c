@@ -25,7 +25,7 @@ struct horo_context {
 
 /* Changes with anything that ranks must agree on: arena layout, wire format, handshake. */
 HORO_API const char *horo_version(void) {
-    return "0.1.0+abi35";
+    return "0.1.0+abi36";
 }
 
 HORO_API const char *horo_change_name(void) {
@@ -432,6 +432,9 @@ HORO_API int horo_propose_tuning(horo_context *context, const uint64_t *values, 
 
 HORO_API void horo_read_counters(horo_context *context, horo_counters *counters) {
     const struct hr_node *node = &context->node;
+    const struct hr_meter *meter = &context->engine.requests.meter;
+    const struct hr_tick_sample then = node->recorder.created, now = hr_tick_sample();
+    const double ns_per_tick = (double)(now.ns - then.ns) / (double)(now.ticks - then.ticks);
     *counters = (horo_counters){
         .requests = atomic_load(&node->counts.requests),
         .cache_hits = atomic_load(&node->counts.cache_hits),
@@ -445,5 +448,7 @@ HORO_API void horo_read_counters(horo_context *context, horo_counters *counters)
         .wakes = atomic_load(&node->wakes),
         .moves = atomic_load(&node->core_choice.moves),
         .mpi_stranded = atomic_load(&node->mpi.stranded),
+        .blocked_ns = (uint64_t)((double)atomic_load(&meter->blocked_ticks) * ns_per_tick),
+        .moved_ns = (uint64_t)((double)atomic_load(&meter->moved_ticks) * ns_per_tick),
     };
 }

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
+from horo.runner.agent.rank_summary import RankSummary, read_summary
 from horo.runner.text import printable
 
 __all__ = ["PIPE_NAME", "Note", "NoteReader", "open_pipe"]
@@ -29,6 +30,7 @@ class Note:
         points_at: the rank that ended its group; None: none did.
         status: what it exits with by that exception, if it comes to its end.
         timelines: files whose rows it has begun to write.
+        summary: its sums over steps; None: it has not told them.
     """
 
     joined: bool = False
@@ -38,6 +40,7 @@ class Note:
     points_at: int | None = None
     status: int = 1
     timelines: frozenset[str] = frozenset()
+    summary: RankSummary | None = None
 
 
 class NoteReader:
@@ -66,6 +69,7 @@ class NoteReader:
     def _take(self, values: dict[str, object]) -> None:
         timeline = values.get("timeline")
         points_at, status = values.get("points_at"), values.get("status")
+        summary = read_summary(values.get("summary"))
         self.note = replace(
             self.note,
             joined=self.note.joined or values.get("joined") is True,
@@ -75,6 +79,7 @@ class NoteReader:
             points_at=points_at if _is_rank(points_at) else self.note.points_at,
             status=status if _is_rank(status) and status <= _STATUS_MAX else self.note.status,
             timelines=self.note.timelines.union([timeline] if _is_path(timeline) else ()),
+            summary=self.note.summary if summary is None else summary.after(self.note.summary),
         )
 
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from horo.config.table import Config, LaunchVariables, Option, Variable, names_of, variables_of
+from horo.config.table import (
+    Config,
+    HororunVariables,
+    LaunchVariables,
+    Option,
+    Variable,
+    names_of,
+    variables_of,
+)
 from horo.config.variable import parse_ports
 from horo.errors import UsageError
 from horo.runner.config import JobError, TimelineMerge
@@ -20,6 +28,7 @@ __all__ = [
     "port_range",
     "set_all_names",
     "start_timeout",
+    "summary",
     "timeline_merge",
     "tuning_sources",
     "tuning_variables",
@@ -181,6 +190,16 @@ def start_timeout(given: float | None, environ: Mapping[str, str]) -> float:
     if given is not None:
         return given
     return float(_read(variables_of(Config)["start_timeout_s"], environ, ""))
+
+
+def summary(environ: Mapping[str, str]) -> bool | None:
+    """Whether ``HORO_SUMMARY`` asks for the card at the end; None: it is not set.
+
+    Raises:
+        JobError: it is neither 0 nor 1; names it and its value.
+    """
+    value: bool | None = _read(variables_of(HororunVariables)["summary"], environ, "")
+    return value
 
 
 def port_range(environ: Mapping[str, str]) -> range | None:

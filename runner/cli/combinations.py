@@ -41,6 +41,8 @@ _LAUNCHERS_OF = {
     "check_hosts": _OWN,
     "json_report": _OWN,
     "output": _OWN,
+    "summary": _OWN,
+    "no_summary": _OWN,
     "prefix_host": _OWN,
     "ssh_port": _BY_SSH,
     "ssh_identity_file": _BY_SSH,

@@ -107,7 +107,7 @@ def parse(
         JobError: a value is wrong; names it.
         SystemExit: ``--help`` and ``--version`` were answered, or an option is unknown or lacks its value.
     """
-    from horo.runner.cli.autotune_options import port_range, start_timeout, timeline_merge, tuning_sources  # noqa: PLC0415 - --help does without
+    from horo.runner.cli import autotune_options as tuning  # noqa: PLC0415 - --help does without
 
     environment = os.environ if environment is None else environment
     given, line, passed_over = _read(arguments, for_horovod, raising)
@@ -123,10 +123,9 @@ def parse(
         _check_command(command)
     without_effect = _check_elastic(given, line)
     where = _where(given, line, environment)
-    timeout_s = start_timeout(given.start_timeout, environment)
+    timeout_s = tuning.start_timeout(given.start_timeout, environment)
     elastic = _elastic(given, where.size, timeout_s)
     exports, useless = _exports(given, line, environment)
-    timelines = timeline_merge(given, {**environment, **exports})
     return Job(
         size=where.size if elastic is None else elastic.size,
         command=tuple(command),
@@ -140,7 +139,7 @@ def parse(
         start_timeout_s=timeout_s,
         host_timeout_s=given.host_timeout,
         interfaces=tuple(given.network_interfaces),
-        ports=port_range({**environment, **exports}),
+        ports=tuning.port_range({**environment, **exports}),
         store_port=given.store_port,
         torch_env=elastic is None and not given.no_torch_env,
         master_port=given.master_port,
@@ -148,7 +147,7 @@ def parse(
         bind_gpus=given.bind_gpus,
         keep_memory=not given.no_keep_memory,
         exports=exports,
-        sources=tuning_sources(given, line.from_file, given.config_file),
+        sources=tuning.tuning_sources(given, line.from_file, given.config_file),
         passed_over=(*passed_over, *where.passed_over, *without_effect, *useless),
         dry_run=given.dry_run,
         check_hosts=given.check_hosts,
@@ -166,8 +165,9 @@ def parse(
             tcp=given.tcp,
         ),
         output=_output(given, environment),
-        timelines=timelines,
+        timelines=tuning.timeline_merge(given, {**environment, **exports}),
         json_report=given.json_report or "",
+        summary=given.summary or (False if given.no_summary else tuning.summary(environment)),
         elastic=elastic,
     )
 

@@ -301,6 +301,12 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         "--json-report", type=filled, metavar="FILE",
         help="at the end, write how the job has gone: ends of ranks, generations of elastic jobs, the cause",
     )  # fmt: skip
+    card = group.add_mutually_exclusive_group()
+    card.add_argument(
+        "--summary", action="store_true",
+        help="at the end, tell on stderr where the time of a step went; default: on a terminal, or by HORO_SUMMARY",
+    )  # fmt: skip
+    card.add_argument("--no-summary", action="store_true", help="never")
     group.add_argument("--verbose", action="store_true", help="describe the steps of hororun on stderr")
 
 

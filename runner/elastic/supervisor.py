@@ -44,7 +44,7 @@ from horo.runner.job.placement import PlacementError
 from horo.runner.job.report import Ending, how_it_ended, how_it_failed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from horo.bootstrap.store.client import StoreClient
     from horo.runner.hosts import HostSpec
@@ -258,8 +258,8 @@ class ElasticSupervisor(HostsSupervisor):
         gone = [each for each in endings if each.rank not in self._dismissed and each.failed and not each.asked]
         return {each.rank: each.note.error or how_it_ended(each) for each in gone}
 
-    def _report_of(self, endings: Sequence[Ending], code: int, began_s: float) -> dict[str, Any]:
-        values = super()._report_of(endings, code, began_s)
+    def _report_of(self, endings: Sequence[Ending], facts: Mapping[str, Any], **course: Any) -> dict[str, Any]:
+        values = super()._report_of(endings, facts, **course)
         if self._finish.reason:
             values["exit"]["reasons"].append(self._finish.reason)
         if not self._came:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,8 @@ def report_of(
     number: int,
     told: Sequence[str],
     began_s: float,
+    seconds: float,
+    training: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The values that every job has.
 
@@ -43,15 +44,18 @@ def report_of(
         number: the signal that has ended the job; 0: none has.
         told: sentences on why hororun itself has ended the job.
         began_s: the time of its begin, from ``time.time()``.
+        seconds: that it took.
+        training: of ``card.facts_of``.
     """
     return {
         "format": _FORMAT,
         "horo": __version__,
         "command": list(job.command),
         "began": began_s,
-        "seconds": time.time() - began_s,
+        "seconds": seconds,
         "exit": {"code": code, "signal": signal_name(number) if number else None, "reasons": list(told)},
         "cause": None if cause is None else {word: cause.rank, "host": cause.host, "how": how_it_failed(cause)},
+        "training": training,
         f"{word}s": [_process(each, word) for each in endings],
     }
 
@@ -67,6 +71,8 @@ def _process(ending: Ending, word: str) -> dict[str, Any]:
         "error": ending.note.error or None,
         "where": ending.note.where or None,
         "asked": ending.asked,
+        "steps": None if ending.note.summary is None else ending.note.summary.steps,
+        "within": None if ending.note.summary is None else ending.note.summary.within or None,
     }
 
 

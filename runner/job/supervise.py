@@ -20,6 +20,7 @@ from horo.runner.agent.rank_reports import Note, NoteReader
 from horo.runner.agent.ranks import Event, Exited, HostRanks, Noted, Remained, Started, Wrote, reap
 from horo.runner.config import EXIT_USAGE, Job, JobError
 from horo.runner.hosts import HostSpec, written
+from horo.runner.job.card import card, facts_of
 from horo.runner.job.console import Console
 from horo.runner.job.forwarded_variables import (
     common_variables,
@@ -142,12 +143,17 @@ class Supervisor:
         if unread_input():
             self._console.say("nothing was read from stdin: that of every rank is /dev/null")
         endings = list(self._endings)
-        code = self._conclude()
+        code, seconds, facts = self._conclude(), time.time() - began_s, facts_of(endings)
         if self._job.json_report:
-            write_report(self._job.json_report, self._report_of(endings, code, began_s), self._console.say)
+            values = self._report_of(endings, facts, code=code, began_s=began_s, seconds=seconds)
+            write_report(self._job.json_report, values, self._console.say)
         late = overdue(self._endings, self._job.grace_s, self.process_word)
         if late:
             self._console.say(late)
+        if self._job.summary or (self._job.summary is None and facts["steps"] and os.isatty(2)):
+            number = signal_name(self._signal) if self._signal else ""
+            lines = card(facts, seconds=seconds, code=code, signal=number, word=self.process_word)
+            self._console.say("\n".join(lines))
         self._console.flush(wait_for_all=False)
         return code
 
@@ -444,7 +450,9 @@ class Supervisor:
     def _over(self) -> bool:
         return all(host.finished for host in self._ranks_by_host())
 
-    def _report_of(self, endings: Sequence[Ending], code: int, began_s: float) -> dict[str, Any]:
+    def _report_of(
+        self, endings: Sequence[Ending], facts: Mapping[str, Any], *, code: int, began_s: float, seconds: float
+    ) -> dict[str, Any]:
         """The values of ``--json-report``."""
         cause = self._cause() if code else None
         told = [str(error) for error in self._errors]
@@ -457,6 +465,8 @@ class Supervisor:
             number=self._signal,
             told=told,
             began_s=began_s,
+            seconds=seconds,
+            training=facts,
         )
 
     def _cause(self) -> Ending | None:

@@ -42,6 +42,7 @@ RUNS: dict[str, tuple[str, str, list[tuple[Any, ...]], int]] = {
     "autotune --steps 3 --max-samples 3": ("job", [(job,) for job in autotune.JOBS], 0),
     f"teams {LAYOUTS}": ("layout bytes", BY_LAYOUT, 0),
     "timeline --models mlp-tiny --rounds 3 --turn-ms 20": ("model", [("mlp-tiny",)], 0),
+    "timeline --of stats --models mlp-tiny --rounds 3 --turn-ms 20": ("model", [("mlp-tiny",)], 0),
     "elastic_commit --model resnet50-tiny --batch 2 --rounds 2 --steps 1": ("model", [("resnet50-tiny",)], 0),
     "elastic_kills --hosts 1 --peers horo --kills 3": (
         "victim moment",

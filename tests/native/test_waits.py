@@ -320,3 +320,23 @@ def test_no_sleep_begins_without_a_look_behind_its_mark(native: ModuleType) -> N
         context = context_of(native, Rank(group.contexts[0]))
         assert native.lib.shim_wait_looks_last(context, 5 * 10**9)
         assert native.lib.shim_wait_prepares_with_a_look(context)
+
+
+def test_a_blocked_caller_waits_until_the_last_rank_comes_and_then_for_the_data(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_core, "_SIGNAL_CHECK_MS", 1)  # the first rank calls again and again, and each call counts
+    first: list[dict[str, int]] = []
+    with Group([2]) as group:
+
+        def body(rank: Rank) -> dict[str, int]:
+            if rank.rank == 1:
+                wait_for(lambda: group.contexts[0].counters()["blocked_ns"] > 20_000_000)
+                first.append(group.contexts[0].counters())
+            rank.allreduce(np.ones(1 << 20, np.float32))
+            return rank.context.counters()
+
+        ended = group.run(body)
+    assert first[0]["moved_ns"] == 0
+    assert ended[0]["blocked_ns"] >= first[0]["blocked_ns"]
+    assert all(0 < counters["moved_ns"] <= counters["blocked_ns"] for counters in ended)

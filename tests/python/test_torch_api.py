@@ -26,7 +26,7 @@ EXPORTS = (
     "grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_ grouped_reducescatter "
     "grouped_reducescatter_async init is_homogeneous is_initialized join local_rank local_size mpi_built "
     "mpi_enabled mpi_threads_supported nccl_built poll rank reducescatter reducescatter_async remove_process_set "
-    "rocm_built shutdown size sparse_allreduce_async start_timeline stop_timeline synchronize"
+    "rocm_built shutdown size sparse_allreduce_async start_timeline stats stop_timeline synchronize"
 )
 
 REDUCE = "tensor average name op prescale_factor postscale_factor process_set"

@@ -68,6 +68,8 @@ EFFECT = {
     "prefix_timestamp": ("--prefix-timestamp", NOT_BY_JSRUN),
     "prefix_host": ("--prefix-host", OWN),
     "json_report": ("--json-report r.json", OWN),
+    "summary": ("--summary", OWN),
+    "no_summary": ("--no-summary", OWN),
     "verbose": ("--verbose", JOBS | {"check-hosts"}),
     "failure_seconds": ("--failure-seconds 3", OWN),
     "start_timeout": ("--start-timeout 3", JOBS | {"check-hosts"}),

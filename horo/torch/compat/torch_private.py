@@ -34,6 +34,7 @@ __all__ = [
     "is_transformed",
     "is_unscaled",
     "keep_from_dynamo",
+    "loader_iterators",
     "outer_node",
     "owner_counter",
     "profiler_state",
@@ -71,6 +72,7 @@ PRIVATE_NAMES = {
     "torch._dynamo.compiled_autograd.in_compiled_autograd_region": "compiled autograd is not refused",
     "torch.amp.GradScaler._maybe_opt_step": "a GradScaler is not seen; only an optimizer with a fused step shows it",
     "torch.nn.modules.batchnorm._BatchNorm": "the class that BatchNorm1d is made of",
+    "torch.utils.data.dataloader._BaseDataLoaderIter": "waits for loaders are not told from computing",
 }
 """Each name, and what is done without it."""
 
@@ -271,6 +273,14 @@ def calls_scaled_step(frame: FrameType) -> bool:
 def is_unscaled(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a GradScaler has passed its findings about the gradients to an optimizer with a fused step."""
     return getattr(optimizer, "found_inf", None) is not None
+
+
+# -- loaders -------------------------------------------------------------------------------------------------------
+
+
+def loader_iterators() -> Any:
+    """The class of the iterators of ``DataLoader``; None: no loader has been made yet, or torch has no such class."""
+    return getattr(sys.modules.get("torch.utils.data.dataloader"), "_BaseDataLoaderIter", None)
 
 
 # -- torch.compile and layers --------------------------------------------------------------------------------------

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import optimizer as _torch_optimizer
 
 from horo.errors import AbortedError
+from horo.torch.engine.steps import StepMeter
 
 if TYPE_CHECKING:
     from horo.bootstrap.running_rank import RunningRank
@@ -22,6 +24,7 @@ _COMBINE = ("allreduce", "reducescatter", "alltoall")
 """Operations by which a program may average itself what it trains. It may also gather, once per step or more often;
 horo does that a few times for its own purposes."""
 _OWN_GATHERS = 8
+_UNUSED_MAX = 64
 
 
 class Course:
@@ -35,6 +38,9 @@ class Course:
         self._job = job
         self._steps = 0
         self._plain_steps = 0
+        self.meter = StepMeter(job.context)
+        self.find_unused: Callable[[], list[str]] = list
+        """The names of the parameters that had no gradient on this rank in the last step."""
         self._hook: Any = None
         if job.size > 1:
             self._hook = _torch_optimizer.register_optimizer_step_post_hook(self._count_plain_step)
@@ -45,10 +51,31 @@ class Course:
         if self._hook is not None:
             self.stop()
 
-    def end_step(self, done: int) -> None:
-        """It has done so many."""
+    def end_step(self, done: int, optimizer: int) -> None:
+        """It has done so many; it is known by a number."""
         self._job.context.step[0] = 0
         self._steps = max(self._steps, done)
+        self.meter.end_step(optimizer)
+
+    def report(self) -> None:
+        """Hands the sums of this rank to hororun, if there is one. Called at the end, while the context is there."""
+        job = self._job
+        if not job.reporter.has_reader:
+            return
+        sums = self.meter.summary()
+        by_hosts = "shared memory" if len(job.hosts) == 1 else "MPI" if job.mpi is not None else "TCP"
+        job.reporter.summary(
+            {
+                **sums,
+                "within": int(job.context.step[0]),
+                "size": job.size,
+                "cores": job.cores,
+                "ranks_here": next((len(ranks) for ranks in job.hosts if job.rank in ranks), 1),
+                "on_cpu": int(sums["gpu_peak"] == 0),
+                "via": "" if job.size == 1 else by_hosts if job.nccl_device is None else "NCCL",
+                "unused": self.find_unused()[:_UNUSED_MAX],
+            }
+        )
 
     def stop(self) -> None:
         """Looks at optimizers of torch no longer. Idempotent."""

@@ -242,6 +242,7 @@ class Runtime:
         last_number = self.handle_base + self.core.counters()["requests"]
         self.course.warn()
         self.course.stop()
+        self.course.report()
         self.job.close(self.course.words(end))
         self.requests.clear()
         self.abandoned.clear()

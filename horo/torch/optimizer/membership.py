@@ -180,6 +180,8 @@ class Membership:
             follower.leave_job()
         self._begin_anew(rounds)
         self._runtime, self._team = runtime, team
+        if runtime is not None:
+            runtime.course.find_unused = _find_unused
         if was_pending and not forget:
             raise AbortedError(
                 "horo was shut down while gradients were being reduced, so they may be half of this rank and half of "
@@ -199,7 +201,7 @@ class Membership:
             self.steps += 1
             runtime = self._runtime
             if runtime is not None:
-                runtime.course.end_step(self.steps)
+                runtime.course.end_step(self.steps, self.order)
                 if runtime.job.is_searching and self._team == 0:
                     runtime.inside("optimizer.step()", lambda: runtime.job.end_step(self.order))
 
@@ -399,6 +401,10 @@ def members_with(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[Membershi
         common = next((parameter for parameter in wanted if parameter in member.states), None)
         if common is not None:
             yield member, member.states[common].name
+
+
+def _find_unused() -> list[str]:
+    return sorted({state.name for state in states_of_all() if state.was_unused and state.parameter.requires_grad})
 
 
 def forget_all() -> None:

@@ -54,6 +54,9 @@ static void end_record(struct hr_lane *lane, struct hr_request *const *requests,
         hr_team_wake_leader(lane->team); /* it may wait for this before it leaves */
     }
     executor->record_bytes = 0;
+    if (executor->state == HR_EXECUTION_RUNNING) {
+        hr_meter_move(&table->meter, 0, hr_ticks());
+    }
     executor->state = HR_EXECUTION_IDLE;
     if (count > 0) {
         hr_requests_complete(table, requests, count, status, text);
@@ -206,6 +209,7 @@ static int run_batch(struct hr_lane *lane, struct hr_wire_rows rows) {
         end_batch(lane);
     } else {
         executor->state = HR_EXECUTION_RUNNING;
+        hr_meter_move(&lane->port.requests->meter, 1, hr_ticks());
     }
     return HORO_OK;
 }
@@ -229,6 +233,7 @@ static int execute_batch(struct hr_lane *lane, const struct hr_wire_message *rec
 static void cancel_task(struct hr_lane *lane) {
     const struct hr_batch *batch = &lane->executor.batch;
     lane->executor.backend->ops->cancel(lane->executor.backend);
+    hr_meter_move(&lane->port.requests->meter, 0, hr_ticks());
     for (size_t i = 0; i < batch->request_count; i++) {
         struct hr_cargo *cargo = &batch->requests[i]->cargo;
         if (cargo->hooks != NULL && cargo->hooks->buried != NULL) {
@@ -303,6 +308,7 @@ int hr_lane_execute_lone(struct hr_lane *lane, struct hr_request *request, struc
     note_begun(lane, batch->requests, 1, batch->bytes, 1);
     lane->backend->ops->show_ahead(lane->backend);
     lane->executor.state = HR_EXECUTION_RUNNING;
+    hr_meter_move(&lane->port.requests->meter, 1, hr_ticks());
     return HORO_OK;
 }
 

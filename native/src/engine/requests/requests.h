@@ -7,6 +7,7 @@
 
 #include <pthread.h>
 
+#include "base/meter.h"
 #include "engine/drive/drive.h"
 #include "engine/requests/port.h"
 
@@ -43,6 +44,7 @@ struct hr_requests {
     _Atomic uint64_t count_of[HORO_ANY_OP_COUNT]; /* submitted so far */
     _Atomic uint32_t queued; /* requests in the queue */
     struct hr_callers callers;
+    struct hr_meter meter;
 };
 
 /* ---- Submitting ---- */

@@ -147,7 +147,12 @@ int hr_requests_wait(struct hr_requests *requests, int64_t *handle, int32_t time
     hr_requests_note_caller(requests);
     requests->calls++;
     request->owners++;
-    const int status = wait_for_request(requests, request, timeout_ms);
+    int status = atomic_load(&request->status);
+    if (status == HORO_IN_PROGRESS) {
+        hr_meter_block(&requests->meter, 1, hr_ticks());
+        status = wait_for_request(requests, request, timeout_ms);
+        hr_meter_block(&requests->meter, 0, hr_ticks());
+    }
     if (status < 0) {
         write_error(request, text, text_bytes);
     } else if (status == HORO_OK && releases(request, end)) {
@@ -184,11 +189,13 @@ int hr_requests_wait_any(struct hr_requests *requests, const int64_t *handles, i
     hr_drive_lock(requests->drive);
     hr_requests_note_caller(requests);
     requests->calls++;
+    hr_meter_block(&requests->meter, 1, hr_ticks());
     int done;
     while (!(done = is_any_done(requests, handles, count)) && hr_now_ns() < deadline_ns) {
         kick_if_idle(requests);
         hr_drive_wait(requests->drive, deadline_ns);
     }
+    hr_meter_block(&requests->meter, 0, hr_ticks());
     end_call(requests, NULL);
     return done ? HORO_OK : HORO_IN_PROGRESS;
 }

@@ -1,0 +1,262 @@
+"""The card at the end of a job: how long it took, where the time of a step went, who was slow, what to do. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+from horo.config.hosts import ranges
+from horo.runner.agent.rank_summary import RankSummary
+from horo.runner.job.report import Ending
+
+__all__ = ["Slowest", "card", "facts_of", "slowest_of"]
+
+_BEHIND_MIN = 0.05
+"""Of a step, by which that rank was behind."""
+_SAMPLES_MIN = 10
+_LOADING_MIN = 0.2
+"""Of a step, for which every rank waits for its loader."""
+_NAMED_MAX = 3
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """The rank that the others wait for.
+
+    Attributes:
+        rank: its number.
+        share: of the steps, in which it was the last one.
+        behind_s: how long the others had waited then, at the median.
+        loading_s: the part of that for which it had waited longer for its DataLoader than they had, at the median.
+    """
+
+    rank: int
+    share: float
+    behind_s: float
+    loading_s: float
+
+
+def slowest_of(samples: Mapping[int, Sequence[tuple[int, int, int]]], step_s: float) -> Slowest | None:
+    """The rank that was last in most steps, if it has cost time; None: there is none.
+
+    Args:
+        samples: of each rank, steps: their number, and how many microseconds it has waited and loaded.
+        step_s: seconds of a step.
+    """
+    by_step = [{number: rest for number, *rest in rows} for rows in samples.values()]
+    common = sorted(set.intersection(*map(set, by_step))) if len(by_step) > 1 else []
+    if len(common) < _SAMPLES_MIN:
+        return None
+    last: dict[int, list[tuple[float, float]]] = {}
+    for number in common:
+        waited = [rows[number][0] for rows in by_step]
+        loaded = [rows[number][1] for rows in by_step]
+        index = waited.index(min(waited))
+        others = [each for each in range(len(waited)) if each != index]
+        behind = median(waited[each] for each in others) - waited[index]
+        last.setdefault(index, []).append((behind, loaded[index] - median(loaded[each] for each in others)))
+    index = max(last, key=lambda each: len(last[each]))
+    behind_s, loading_s = (median(column) / 1e6 for column in zip(*last[index], strict=True))
+    share, chance = len(last[index]) / len(common), 1 / len(by_step)
+    if share < (1 + chance) / 2 or behind_s < _BEHIND_MIN * step_s:  # nearer to chance than to always, or no matter
+        return None
+    return Slowest(list(samples)[index], share, behind_s, min(behind_s, max(0.0, loading_s)))
+
+
+def facts_of(endings: Sequence[Ending]) -> dict[str, Any]:
+    """The parts of the time of a job's steps, for the card and ``--json-report``; None where they were not measured.
+
+    Args:
+        endings: of all its ranks.
+    """
+    known = {each.rank: each.note.summary for each in sorted(endings, key=lambda each: each.rank)}
+    ranks = {rank: summary for rank, summary in known.items() if summary is not None}
+    measured = {rank: each for rank, each in ranks.items() if each.measured and each.ns}
+    is_whole = all(rank in measured and measured[rank].size == len(known) for rank in known)
+    step = _step(list(measured.values())) if measured else None
+    samples = {rank: each.samples for rank, each in measured.items()}
+    slowest = slowest_of(samples, step["seconds"]) if step is not None and is_whole else None
+    most = max(measured.values(), key=lambda each: each.measured, default=None)
+    return {
+        "ranks": len(endings),
+        "hosts": len({ending.host for ending in endings}),
+        "steps": max((each.steps for each in ranks.values()), default=0),
+        "steps_per_second": None if most is None else most.measured / (most.ns / 1e9),
+        "step": step,
+        "slowest": None if slowest is None else vars(slowest),
+        "traffic": _traffic(list(measured.values())),
+        "memory": _peaks([each.peak for each in ranks.values()]),
+        "gpu_memory": _peaks([each.gpu_peak for each in ranks.values()]),
+        "ends": _ends(ranks, endings),
+        "notes": _notes(ranks, endings, step),
+    }
+
+
+def _step(measured: Sequence[RankSummary]) -> dict[str, float]:
+    """The mean step, over steps and ranks."""
+    seconds, waiting, moving, loading = (
+        fmean(getattr(each, name) / each.measured / 1e9 for each in measured)
+        for name in ("ns", "waiting", "moving", "loading")
+    )
+    computing = seconds - waiting - moving
+    return {"seconds": seconds, "computing": computing, "waiting": waiting, "moving": moving, "loading": loading}
+
+
+def _traffic(measured: Sequence[RankSummary]) -> dict[str, Any] | None:
+    moved = [each for each in measured if each.bytes and each.via]
+    if not moved:
+        return None
+    means = {
+        name: fmean(getattr(each, name) / each.measured for each in moved) for name in ("bytes", "tensors", "batches")
+    }
+    return {**means, "via": moved[0].via}
+
+
+def _peaks(all_ranks: Sequence[int]) -> dict[str, int] | None:
+    known = list(filter(None, all_ranks))
+    return {"least": min(known), "most": max(known)} if known else None
+
+
+def _ends(ranks: Mapping[int, RankSummary], endings: Sequence[Ending]) -> str:
+    """The place of each rank at the end of a job that has failed; empty: it has not."""
+    if not any(ending.failed for ending in endings):
+        return ""
+    groups: dict[tuple[bool, str], list[int]] = {}
+    for ending in sorted(endings, key=lambda each: each.rank):
+        known = ranks.get(ending.rank)
+        if known is not None:
+            step = f"in step {known.within}" if known.within else f"after step {known.steps}"
+            where = f", {ending.note.where}" if ending.note.where and ending.failed else ""
+            groups.setdefault((ending.failed, step + where), []).append(ending.rank)
+    parts = []
+    for (failed, place), who in groups.items():
+        is_one = len(who) == 1
+        verb = ("was" if is_one else "were") if failed else f"ended {'its script' if is_one else 'their scripts'}"
+        parts.append(f"rank{'' if is_one else 's'} {ranges(who)} {verb} {place}")
+    return "; ".join(parts)
+
+
+def _notes(ranks: Mapping[int, RankSummary], endings: Sequence[Ending], step: Mapping[str, float] | None) -> list[str]:
+    """Advice, each by a rule."""
+    notes = []
+    ended_well = {ending.rank for ending in endings if not ending.failed}
+    furthest = max((max(each.steps, each.within) for each in ranks.values()), default=0)
+    short = [rank for rank, each in ranks.items() if rank in ended_well and 0 < each.steps < furthest]
+    if short and len(ended_well) < len(endings):
+        one = len(short) == 1
+        notes.append(
+            f"rank{'' if one else 's'} {ranges(short)} ran short of data: give all ranks equally many batches, or end "
+            "with hvd.join()"
+        )
+    loading = min((each.loading / each.ns for each in ranks.values() if each.ns), default=0.0)
+    if step is not None and loading >= _LOADING_MIN:
+        notes.append(
+            f"every rank waits for its DataLoader for {_percent(step['loading'] / step['seconds'])} of a step: more "
+            "workers (num_workers=) would help"
+        )
+    if len(ranks) == len(endings) and ranks:
+        unused = set.intersection(*(set(each.unused) for each in ranks.values()))
+        if unused:
+            names = sorted(unused)[:_NAMED_MAX]
+            more = ", ..." if len(unused) > len(names) else ""
+            what = "1 parameter" if len(unused) == 1 else f"{len(unused)} parameters"
+            notes.append(f"{what} had no gradient in the last step ({', '.join(names)}{more})")
+    crowded = [each for each in ranks.values() if each.on_cpu and each.ranks_here > each.cores > 0]
+    if crowded:
+        most = max(crowded, key=lambda each: each.ranks_here / each.cores)
+        per_core = -(-most.ranks_here // most.cores)
+        best = sum(min(1.0, each.cores / each.ranks_here) for each in ranks.values())
+        notes.append(f"{per_core} ranks per core: -np {round(best)} would be faster")
+    return notes
+
+
+def card(facts: Mapping[str, Any], *, seconds: float, code: int, signal: str = "", word: str = "rank") -> list[str]:
+    """The lines for the user; a line without facts is left out.
+
+    Args:
+        facts: of ``facts_of``.
+        seconds: that the job took.
+        code: hororun's exit code.
+        signal: that has ended the job; empty: none has.
+        word: the name for a process.
+    """
+    step, slowest, traffic = facts["step"], facts["slowest"], facts["traffic"]
+    how = f"ended by {signal}" if signal else "failed" if code else "done"
+    after = "after" if how != "done" else "in"
+    parts = [f"{_count(facts['ranks'], word)} on {_count(facts['hosts'], 'host')}"]
+    if facts["steps"]:
+        parts.append(_count(facts["steps"], "step"))
+    if facts["steps_per_second"] is not None:
+        parts.append(f"{facts['steps_per_second']:.3g} steps/s")
+    lines = [f"{how} {after} {_duration(seconds)}: {', '.join([*parts, f'exit {code}'])}"]
+
+    def add(label: str, text: str) -> None:
+        lines.append(f"  {label:<15} {text}")
+
+    if facts["ends"]:
+        add(f"{word}s", facts["ends"])
+    if step is not None:
+        shares = [("computing", "computing"), ("waiting", f"waiting for other {word}s"), ("moving", "moving data")]
+        told = [
+            f"{name} {_ms(step[key])} ({_percent(step[key] / step['seconds'])})"
+            for key, name in shares
+            if key == "computing" or facts["ranks"] > 1
+        ]
+        add("a step", f"{_ms(step['seconds'])} ms: {', '.join(told)}")
+    if slowest is not None:
+        data = ""
+        if slowest["loading_s"] >= slowest["behind_s"] / 2:
+            data = f", {_ms(slowest['loading_s'])} of it waiting for its DataLoader (data loading?)"
+        add(
+            f"slowest {word}",
+            f"{slowest['rank']}: last in {_percent(slowest['share'])} of steps, {_ms(slowest['behind_s'])} ms behind "
+            f"at the median{data}",
+        )
+    if traffic is not None:
+        tensors, batches = round(traffic["tensors"]), max(1, round(traffic["batches"]))
+        each = f"{_count(tensors, 'tensor')} in {_count(batches, 'batch', 'batches')}"
+        add("traffic", f"{_size(traffic['bytes'])} per step and {word}, {each}, {traffic['via']}")
+    memory = [(facts["memory"], ""), (facts["gpu_memory"], " on its GPU")]
+    told = [f"{_range(each['least'], each['most'])} per {word} at most{where}" for each, where in memory if each]
+    if told:
+        add("memory", ", ".join(told))
+    if facts["notes"]:
+        add("notes", "; ".join(facts["notes"]))
+    return lines
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f}"
+
+
+def _size(number: float) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if number < 1024 or unit == "GiB":
+            break
+        number /= 1024
+    return f"{number:.0f} bytes" if unit == "bytes" else f"{number:,.1f} {unit}"
+
+
+def _range(least: float, most: float) -> str:
+    low, high = _size(least), _size(most)
+    if low == high:
+        return high
+    return f"{low.split()[0] if low.split()[1] == high.split()[1] else low} to {high}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h {minutes:02}m {rest:02}s" if hours else f"{minutes}m {rest:02}s"

@@ -1,0 +1,239 @@
+"""The card at the end of a job: what it shows, what it advises and when, and that real ranks give it its numbers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import TORCH_S, Hororun
+
+from horo.runner.agent.rank_reports import Note, NoteReader
+from horo.runner.agent.rank_summary import RankSummary, read_summary
+from horo.runner.job.card import card, facts_of
+from horo.runner.job.report import Ending
+
+MS = 1_000_000
+HEALTHY = RankSummary(
+    steps=101,
+    size=4,
+    measured=100,
+    ns=8840 * MS,
+    waiting=600 * MS,
+    moving=330 * MS,
+    loading=90 * MS,
+    bytes=100 * 46871347,
+    tensors=1400,
+    batches=200,
+    peak=1_900 << 20,
+    cores=8,
+    ranks_here=4,
+    on_cpu=1,
+    via="shared memory",
+)
+
+
+def waits(*by_step: int, loaded: int = 0) -> tuple[tuple[int, int, int], ...]:
+    """Samples of steps in which a rank has waited so many milliseconds."""
+    return tuple((number, 1000 * each, 1000 * loaded) for number, each in enumerate(by_step, 2))
+
+
+def in_turn(rank: int) -> RankSummary:
+    """A rank of a healthy job, in which each is last in turn."""
+    return replace(HEALTHY, samples=waits(*(0 if step % 4 == rank else 6 for step in range(100))))
+
+
+def ends(*ranks: RankSummary | None, **how: Any) -> list[Ending]:
+    return [Ending(rank, "localhost", note=Note(summary=each), **how) for rank, each in enumerate(ranks)]
+
+
+def lines(endings: list[Ending], *, seconds: float = 12.0, code: int = 0, **options: str) -> list[str]:
+    return card(facts_of(endings), seconds=seconds, code=code, **options)
+
+
+def test_a_healthy_job_has_a_card_without_advice() -> None:
+    endings = ends(*map(in_turn, range(4)))
+    endings[3] = replace(endings[3], note=Note(summary=replace(in_turn(3), peak=2 << 30)))
+    assert lines(endings, seconds=724.2) == [
+        "done in 12m 04s: 4 ranks on 1 host, 101 steps, 11.3 steps/s, exit 0",
+        "  a step          88.4 ms: computing 79.1 (89 %), waiting for other ranks 6.0 (7 %), moving data 3.3 (4 %)",
+        "  traffic         44.7 MiB per step and rank, 14 tensors in 2 batches, shared memory",
+        "  memory          1.9 to 2.0 GiB per rank at most",
+    ]
+
+
+@pytest.mark.parametrize("ranks", [ends(None, None), ends(RankSummary(size=2), RankSummary(size=2))])
+def test_what_was_not_measured_is_left_out(ranks: list[Ending]) -> None:
+    assert lines(ranks, seconds=0.44) == ["done in 0.4 s: 2 ranks on 1 host, exit 0"]
+
+
+def test_a_job_of_one_rank_waits_for_nobody() -> None:
+    alone = replace(HEALTHY, size=1, waiting=0, moving=0, bytes=0, tensors=0, batches=0, via="", peak=0)
+    assert lines(ends(alone), seconds=3661) == [
+        "done in 1h 01m 01s: 1 rank on 1 host, 101 steps, 11.3 steps/s, exit 0",
+        "  a step          88.4 ms: computing 88.4 (100 %)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("loaded", "told"), [(0, ""), (2, ""), (5, ", 5.0 of it waiting for its DataLoader (data loading?)")]
+)
+def test_the_slowest_rank_is_named_if_it_costs_time_and_its_loader_if_that_is_why(loaded: int, told: str) -> None:
+    others = replace(HEALTHY, samples=waits(*[6] * 100))
+    slow = replace(HEALTHY, samples=waits(*(1 if step < 71 else 20 for step in range(100)), loaded=loaded))
+    line = f"  slowest rank    2: last in 71 % of steps, 5.0 ms behind at the median{told}"
+    assert line in lines(ends(others, others, slow, others))
+
+
+def test_a_rank_that_is_last_by_little_or_by_chance_or_in_few_steps_is_not_named() -> None:
+    others = replace(HEALTHY, size=2, samples=waits(*[6] * 100))
+    little = replace(others, samples=waits(*[2] * 100))  # 4 of 88 ms
+    chance = replace(others, samples=waits(*(0 if step % 3 else 20 for step in range(100))))
+    few = replace(others, samples=waits(*[0] * 9))
+    elsewhere = replace(others, samples=waits(*[0] * 100), size=1)  # of another job
+    for slow in (little, chance, few, elsewhere):
+        assert facts_of(ends(others, slow))["slowest"] is None
+
+
+def test_loaders_that_hold_up_every_rank_are_advice() -> None:
+    slow = [replace(in_turn(rank), loading=2652 * MS) for rank in range(4)]
+    advice = "every rank waits for its DataLoader for 30 % of a step: more workers (num_workers=) would help"
+    assert lines(ends(*slow))[-1] == f"  notes           {advice}"
+    assert facts_of(ends(*slow[:3], in_turn(3)))["notes"] == []
+
+
+def test_parameters_that_no_rank_has_used_are_named() -> None:
+    some = [replace(in_turn(rank), unused=("b", "a", "c", "d")[: 4 - rank]) for rank in range(3)]
+    assert facts_of(ends(*some))["notes"] == ["2 parameters had no gradient in the last step (a, b)"]
+    four = [replace(some[0])] * 2
+    assert facts_of(ends(*four))["notes"] == ["4 parameters had no gradient in the last step (a, b, c, ...)"]
+    assert facts_of(ends(*four, None))["notes"] == []  # who knows
+
+
+def test_more_ranks_than_cores_are_advice_where_cores_compute() -> None:
+    crowded = [replace(in_turn(rank), cores=2) for rank in range(4)]
+    assert facts_of(ends(*crowded))["notes"] == ["2 ranks per core: -np 2 would be faster"]
+    assert facts_of(ends(*(replace(each, on_cpu=0) for each in crowded)))["notes"] == []
+
+
+def test_a_job_that_failed_has_the_step_and_line_of_each_rank_that_told_it() -> None:
+    waiting = replace(HEALTHY, steps=30, within=31)
+    failed = [replace(each, code=1) for each in ends(waiting, None, waiting, None)]
+    failed[0] = replace(failed[0], note=Note(summary=waiting, where="train.py, line 32"))
+    failed[2] = replace(failed[2], note=Note(summary=waiting, where="train.py, line 32"))
+    failed[1] = Ending(1, "localhost", note=Note(summary=replace(HEALTHY, steps=30)))
+    shown = lines(failed, code=1)
+    assert shown[0] == "failed after 12.0 s: 4 ranks on 1 host, 30 steps, 11.3 steps/s, exit 1"
+    assert shown[1] == (
+        "  ranks           ranks 0,2 were in step 31, train.py, line 32; rank 1 ended its script after step 30"
+    )
+    assert shown[-1] == (
+        "  notes           rank 1 ran short of data: give all ranks equally many batches, or end with hvd.join()"
+    )
+    assert lines(failed, code=130, signal="SIGINT")[0].startswith("ended by SIGINT after 12.0 s: ")
+
+
+def written(summary: RankSummary) -> dict[str, Any]:
+    """As ``StepMeter`` hands it over."""
+    columns = [list(column) for column in zip(*summary.samples, strict=True)] or [[], [], []]
+    return json.loads(json.dumps({**asdict(summary), "samples": columns}))  # type: ignore[no-any-return]
+
+
+def test_a_summary_is_read_as_it_was_written_and_those_of_later_jobs_are_added() -> None:
+    summary = replace(in_turn(1), unused=("a",), within=102)
+    assert read_summary(written(summary)) == summary
+    reader = NoteReader()
+    for _ in range(2):
+        reader.feed(json.dumps({"summary": written(summary)}).encode() + b"\n")
+    both = reader.note.summary
+    assert both is not None
+    assert (both.steps, both.measured, both.ns, both.samples) == (202, 200, 2 * summary.ns, summary.samples)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ns": -1},
+        {"ns": True},
+        {"ns": 1.5},
+        {"ns": 1 << 62},
+        {"ns": None},
+        {"samples": [[1], [2]]},
+        {"samples": [[1], [2], []]},
+        {"samples": [[1], [2], ["x"]]},
+        {"samples": [list(range(5000))] * 3},
+        {"samples": 3},
+    ],
+)
+def test_what_is_no_summary_is_passed_over(wrong: dict[str, Any]) -> None:
+    assert read_summary({**written(HEALTHY), **wrong}) is None
+    assert read_summary([wrong]) is None
+
+
+TRAIN = """
+import sys, time
+import torch
+import horo.torch as hvd
+
+hvd.init()
+torch.manual_seed(0)
+assert hvd.stats().steps == hvd.stats().total.seconds == hvd.stats().last.bytes == 0
+model = torch.nn.Linear(8, 2)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12 if sys.argv[1] == "short" and hvd.rank() == 1 else 20
+
+    def __getitem__(self, index):
+        if sys.argv[1] == "loader" and hvd.rank() == 1:
+            time.sleep(0.2)
+        return torch.ones(8)
+
+
+for step, batch in enumerate(torch.utils.data.DataLoader(Data()), 1):
+    optimizer.zero_grad()
+    model(batch).sum().backward()
+    optimizer.step()
+    stats = hvd.stats()
+    assert (stats.steps, stats.total.steps) == (step, step - 1)
+    assert hvd.size() == 1 or stats.last.bytes >= 72 * (step > 1)
+    assert 0 <= stats.last.waiting <= stats.last.seconds and stats.peak_memory > 0
+"""
+
+
+def test_a_slow_loader_on_one_rank_is_on_the_card_and_in_the_report(hororun: Hororun, tmp_path: Path) -> None:
+    script, report = tmp_path / "train.py", tmp_path / "report.json"
+    script.write_text(TRAIN)
+    words = ("-np", "2", "--summary", "--json-report", str(report), "--", str(script), "loader")
+    done = hororun.start(*words).finish(3 * TORCH_S)
+    assert done.returncode == 0, done.stderr
+    training = json.loads(report.read_text())["training"]
+    slowest, step = training["slowest"], training["step"]
+    assert slowest["rank"] == 1 and slowest["share"] >= 0.75 and slowest["loading_s"] >= slowest["behind_s"] / 2
+    assert training["steps"] == 20 and step["computing"] + step["waiting"] + step["moving"] == pytest.approx(
+        step["seconds"]
+    )
+    assert "hororun: done in " in done.stderr and "(data loading?)" in done.stderr
+
+
+def test_one_rank_alone_has_a_card_without_others(hororun: Hororun, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    done = hororun.start("-np", "1", "--", str(script), "alone", environment={"HORO_SUMMARY": "1"}).finish(3 * TORCH_S)
+    assert done.returncode == 0, done.stderr
+    assert "1 rank on 1 host, 20 steps" in done.stderr and "waiting for" not in done.stderr
+
+
+def test_a_rank_short_of_data_is_on_the_card_of_the_job_that_fails_of_it(hororun: Hororun, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    done = hororun.start("-np", "2", "--summary", "--", str(script), "short").finish(3 * TORCH_S)
+    assert done.returncode == 1, done.stderr
+    line = next(each for each in done.stderr.splitlines() if each.startswith("  ranks "))
+    assert line.split(None, 1)[1].startswith("rank 0 was in step 13, train.py, line ")
+    assert line.endswith("; rank 1 ended its script after step 12")
+    assert "  notes           rank 1 ran short of data: " in done.stderr
