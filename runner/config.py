@@ -101,6 +101,7 @@ class OutputOptions:
         streams: whether each prefix has the stream, in Horovod's form: ``[0]<stdout>:``.
         host: whether each prefix, and each folder in ``directory``, has the host.
         directory: where each rank's output is written as well.
+        first_only: whether only the lines of rank 0 are shown.
         verbose: whether hororun prints its steps.
     """
 
@@ -109,6 +110,7 @@ class OutputOptions:
     streams: bool = False
     host: bool = False
     directory: str | None = None
+    first_only: bool = False
     verbose: bool = False
 
 

@@ -39,6 +39,18 @@ def train(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return hvd.allreduce(batch, op=hvd.Sum, compression=hvd.Compression.fp16)
 
 
+def train_with_few_changes(model: torch.nn.Linear, loader: torch.utils.data.DataLoader[torch.Tensor]) -> None:
+    """The model keeps its type, and the loader that of its batches."""
+    assert_type(hvd.distribute(model, op=hvd.Sum), torch.nn.Linear)
+    part = hvd.shard(loader, tail="exact")
+    own: torch.utils.data.DataLoader[torch.Tensor] = part
+    part.load_state_dict(part.state_dict())
+    part.set_epoch(part.epoch + len(own))
+    with hvd.no_sync(model):
+        for batch in part:
+            model(batch).sum().backward()
+
+
 def share(epoch: int, state: dict[str, int] | None) -> None:
     """Objects are of the type that the root's has."""
     assert_type(hvd.broadcast_object(epoch, root_rank=0), int)
@@ -76,5 +88,7 @@ def mistakes(model: torch.nn.Module, batch: torch.Tensor) -> None:
     hvd.poll(kept.wait())  # type: ignore[arg-type]
     hvd.broadcast_object("3", root_rank=0) + 1  # type: ignore[operator]
     hvd.broadcast_parameters(model, root_rank="0")  # type: ignore[arg-type]
+    hvd.distribute(torch.optim.SGD)  # type: ignore[type-var]
+    hvd.shard([batch])  # type: ignore[arg-type]
     hvd.DistributedOptimizer(model, model.named_parameters())  # type: ignore[arg-type]
     hvd.no_such_function()  # type: ignore[attr-defined]

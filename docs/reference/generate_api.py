@@ -65,6 +65,8 @@ SECTIONS = (
     (
         "Training",
         (
+            "horo.torch.optimizer.model",
+            "horo.torch.data.shard",
             "horo.torch.optimizer.distributed",
             "horo.torch.nn.sync_batch_norm",
             "horo.torch.functions.metrics",

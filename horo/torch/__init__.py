@@ -21,6 +21,7 @@ from horo.errors import TimeoutError as TimeoutError  # not in __all__: Python h
 from horo.torch.compat.torch_version import TORCH_VERSION_MIN as _TORCH_VERSION_MIN  # noqa: F401  (first: its error names what is missing)
 
 # isort: split
+from horo.torch.data.shard import shard
 from horo.torch.engine.handles import Handle
 from horo.torch.engine.topology import cross_rank, cross_size, is_homogeneous, local_rank, local_size, rank, size
 from horo.torch.functions.broadcast_state import average_buffers, broadcast_optimizer_state, broadcast_parameters
@@ -76,6 +77,7 @@ from horo.torch.ops.reducescatter import (
 )
 from horo.torch.ops.sparse import sparse_allreduce_async
 from horo.torch.optimizer.distributed import DistributedOptimizer
+from horo.torch.optimizer.model import distribute, no_sync
 from horo.torch.timeline import start_timeline, stop_timeline
 
 __all__ = [
@@ -131,6 +133,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "distribute",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -152,12 +155,14 @@ __all__ = [
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
+    "no_sync",
     "poll",
     "rank",
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
+    "shard",
     "shutdown",
     "size",
     "sparse_allreduce_async",

@@ -40,6 +40,7 @@ _LAUNCHERS_OF = {
     "blacklist_cooldown_range": _OWN,
     "check_hosts": _OWN,
     "json_report": _OWN,
+    "output": _OWN,
     "summary": _OWN,
     "no_summary": _OWN,
     "prefix_host": _OWN,
@@ -89,8 +90,8 @@ _ELASTIC = (
     "blacklist_cooldown_range",
 )
 """Options that have a meaning in elastic jobs only."""
-_NOT_ELASTIC = ("no_torch_env", "master_port", "timeline_merge", "bind_to", "bind_gpus", "check_hosts")
-"""Options that an elastic job does not have: what they set is fixed at the start of a job."""
+_NOT_ELASTIC = ("no_torch_env", "master_port", "timeline_merge", "bind_to", "bind_gpus", "check_hosts", "output")
+"""Options that an elastic job does not have: what they set is fixed at the start of a job, as which rank is 0."""
 _EXCLUDED = {
     "master_port": "no_torch_env",
     "prefix_timestamp": "no_prefix",

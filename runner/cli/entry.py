@@ -232,6 +232,7 @@ def _output(given: argparse.Namespace, environment: Mapping[str, str]) -> Output
         streams=given.horovod or is_switched_on(environment),
         host=given.prefix_host,
         directory=given.output_filename,
+        first_only=given.output == "rank0",
         verbose=given.verbose,
     )
 

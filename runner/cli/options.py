@@ -284,6 +284,10 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         "--prefix-host", action="store_true", help="begin lines with rank and host; in DIR below: rank.N.HOST"
     )
     group.add_argument(
+        "--output", type=one_of(("all", "rank0")), default="all", metavar="WHOSE",
+        help="rank0: show the lines of rank 0 only, and the last ones of a rank that fails; default: all",
+    )  # fmt: skip
+    group.add_argument(
         "--output-filename",
         type=filled,
         metavar="DIR",

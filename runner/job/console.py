@@ -71,11 +71,16 @@ class Console:
 
     def output(self, rank: int, stream: int, data: bytes) -> None:
         """A rank wrote ``data`` to stream 1 or 2."""
-        self._printer.feed(rank, stream, data, time.monotonic())
+        if self.shows(rank):
+            self._printer.feed(rank, stream, data, time.monotonic())
         if self._files is not None:
             fd = self._files.fd(rank, stream)
             self._writer.put(fd, data)
             self._complain_once(fd)
+
+    def shows(self, rank: int) -> bool:
+        """Whether the lines of a rank are shown; else they are in its files only."""
+        return rank == 0 or not self._options.first_only
 
     def rank_ended(self, rank: int) -> None:
         """Shows the unfinished lines of the rank."""

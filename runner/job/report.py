@@ -25,6 +25,8 @@ __all__ = [
 ]
 
 _LAST_LINES = 20
+_LAST_LINES_HIDDEN = 60
+"""Of a rank whose lines were not shown: a traceback, also one of a worker of a DataLoader inside it."""
 _POINTS_AT = re.compile(rb"(?:PeerLost|Aborted|Stalled)Error: [^\n]{0,1000}?\brank (\d{1,9})\b")
 """Bounded: a rank may write anything, digits without end too."""
 
@@ -128,11 +130,11 @@ def exit_code(cause: Ending) -> int:
     return 128 + cause.signal if cause.signal else cause.code
 
 
-def report(cause: Ending, endings: Iterable[Ending], word: str = "rank") -> bytes:
+def report(cause: Ending, endings: Iterable[Ending], word: str = "rank", *, shown: bool = True) -> bytes:
     """The cause and one line on how the others ended.
 
-    The cause is the exception and its line in the script, if the rank has said it: its traceback stands above. Else
-    the last lines on its stderr follow. ``word``: what their numbers are called.
+    The cause is the exception and its line in the script, if the rank has said it: its traceback stands above, if
+    ``shown``. Else the last lines on its stderr follow. ``word``: what their numbers are called.
     """
     note = cause.note
     endings = list(endings)
@@ -145,8 +147,8 @@ def report(cause: Ending, endings: Iterable[Ending], word: str = "rank") -> byte
         words = ""
     reason = f"{words}; so " if left and words else ""
     text = printable(f"hororun: {reason}{word} {cause.rank} on {cause.host} {how}; the job was ended").encode() + b"\n"
-    if not note.error:
-        text += _last_lines(cause)
+    if not note.error or not shown:
+        text += _last_lines(cause, _LAST_LINES if shown else _LAST_LINES_HIDDEN)
     groups: dict[str, list[int]] = {}
     for ending in sorted(endings, key=lambda each: each.rank):
         if ending.rank != cause.rank:
@@ -165,8 +167,8 @@ def overdue(endings: Iterable[Ending], grace_s: float, word: str = "rank") -> st
     return f"{who} did not end within {grace_s:g} s of SIGTERM and {were} killed; --grace-seconds gives more"
 
 
-def _last_lines(cause: Ending) -> bytes:
-    lines = cause.stderr_tail.replace(b"\r\n", b"\n").rstrip(b"\n").split(b"\n")[-_LAST_LINES:]
+def _last_lines(cause: Ending, most: int) -> bytes:
+    lines = cause.stderr_tail.replace(b"\r\n", b"\n").rstrip(b"\n").split(b"\n")[-most:]
     shown = [line.rpartition(b"\r")[2] for line in lines]
     if not any(line.strip() for line in shown):
         return b""

@@ -491,5 +491,6 @@ class Supervisor:
             if remark := side_by_side(self._job.command, self._endings, self._store):
                 self._console.say(remark)
             return 0
-        self._console.say_lines(report(cause, self._endings, self.process_word))
+        shown = self._console.shows(cause.rank)
+        self._console.say_lines(report(cause, self._endings, self.process_word, shown=shown))
         return exit_code(cause)

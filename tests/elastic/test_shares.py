@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -11,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horo.elastic.shares import Share, Tail, shuffled
+from horo.elastic.shares import TAILS, Share, Tail, deal, shuffled
 
-TAILS: list[Tail] = ["pad", "exact", "drop"]
 sizes = st.integers(0, 60)
 counts = st.integers(1, 9)
+tails = st.sampled_from(TAILS)
 
 
 def test_the_order_is_horovods() -> None:
@@ -37,10 +38,26 @@ def test_pad_is_horovods_where_that_has_an_answer(remaining: int, replicas: int)
             assert own == padded[rank::replicas]
 
 
-@given(remaining=sizes, replicas=counts, batch=counts, tail=st.sampled_from(TAILS))
+@given(remaining=sizes, replicas=counts, batch=counts, tail=tails)
 def test_all_ranks_have_equally_many_batches(remaining: int, replicas: int, batch: int, tail: Tail) -> None:
     share = Share(remaining, replicas, tail, batch)
     assert len({-(-len(share.positions(rank)) // batch) for rank in range(replicas)}) == 1
+
+
+@given(length=sizes, replicas=counts, tail=tails, kept=st.sampled_from([None, 1]))
+def test_an_order_is_dealt_out_in_rounds(length: int, replicas: int, tail: Tail, kept: int | None) -> None:
+    dealt = [list(deal(iter(range(length)), rank, replicas, tail, kept)) for rank in range(replicas)]
+    assert [len(own) for own in dealt] == [Share(length, replicas, tail).count(rank) for rank in range(replicas)]
+    rounds = [item for items in itertools.zip_longest(*dealt) for item in items if item is not None]
+    left_out = length % replicas if tail == "drop" else 0
+    assert rounds[:length] == list(range(length - left_out))
+    again = len(rounds) - (length - left_out)
+    assert rounds[length - left_out :] == [place % min(length, kept or length) for place in range(again)]
+    assert again == (-length % replicas if tail == "pad" else 0)
+
+
+def test_an_order_without_end_is_dealt_out_as_it_comes() -> None:
+    assert list(itertools.islice(deal(itertools.count(), 2, 3, "drop"), 3)) == [2, 5, 8]
 
 
 @given(remaining=sizes, replicas=counts, batch=counts)
@@ -151,7 +168,7 @@ class Job:
 
 
 @settings(max_examples=400)
-@given(data=st.data(), length=st.integers(1, 23), tail=st.sampled_from(TAILS))
+@given(data=st.data(), length=st.integers(1, 23), tail=tails)
 def test_every_sample_enters_a_committed_step_exactly_once(data: st.DataObject, length: int, tail: Tail) -> None:
     epochs = 2
     model = Job(data, length, epochs, tail).run()

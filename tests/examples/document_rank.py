@@ -15,22 +15,25 @@ import torch
 from document_blocks import Block, python_blocks, runs_here
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import horo
 import horo.torch as hvd
 
 
 def namespace(block: Block) -> dict[str, Any]:
-    """What a script has made before the block; ``optimizer`` is distributed unless the block does that."""
+    """What a script has made before the block; ``optimizer`` is distributed unless the block distributes something."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
     parameters = list(model.parameters())
     optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
-    if "hvd.DistributedOptimizer(optimizer" not in block.code:
+    if "hvd.DistributedOptimizer(optimizer" not in block.code and "hvd.distribute(" not in block.code:
         optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     data = torch.Generator().manual_seed(hvd.rank())
-    loader = [(torch.randn(6, 4, generator=data), torch.arange(6) % 2) for _ in range(8)]
+    loader: Any = [(torch.randn(6, 4, generator=data), torch.arange(6) % 2) for _ in range(8)]
+    dataset = TensorDataset(torch.randn(8, 4), torch.arange(8) % 2)
+    if "hvd.shard(loader" in block.code:
+        loader = DataLoader(dataset, batch_size=2)
 
     def loss_of(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
@@ -39,7 +42,7 @@ def namespace(block: Block) -> dict[str, Any]:
         **{"torch": torch, "nn": nn, "hvd": hvd, "os": os, "contextlib": contextlib},
         "clip_grad_norm_": clip_grad_norm_,
         **{"model": model, "parameters": parameters, "optimizer": optimizer, "loader": loader, "loss_of": loss_of},
-        "dataset": TensorDataset(torch.randn(8, 4), torch.arange(8) % 2),
+        "dataset": dataset,
     }
     if "scaler" in block.code:
         given["scaler"] = torch.amp.GradScaler("cpu")

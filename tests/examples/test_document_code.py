@@ -81,6 +81,22 @@ def test_the_script_with_ddp_and_the_one_with_horo_print_the_same_loss(tmp_path:
     assert float(horo.split()[1]) == pytest.approx(float(ddp.split()[1]), abs=2e-6)
 
 
+@pytest.mark.parametrize("name", ["mingpt", "nanogpt", "torchvision"])
+def test_a_script_with_few_changes_trains_as_one_process(tmp_path: Path, name: str) -> None:
+    path = Path(script(name, tmp_path, "how-to/few-changes.md"))
+    *words, python = launcher("hororun", 2)
+    together = start([*words, "--output", "rank0", python, str(path)]).stdout.splitlines()
+    code = path.read_text(encoding="utf-8").replace("batch_size=8", "batch_size=16")
+    path.write_text(code, encoding="utf-8")
+    alone = start([sys.executable, str(path)]).stdout.splitlines()
+    assert len(together) == len(alone) == (3 if name == "torchvision" else 1)
+    if name != "nanogpt":  # there each rank draws samples of its own
+        numbers = [
+            [float(number) for number in re.findall(r"\d+\.\d+", " ".join(lines))] for lines in (together, alone)
+        ]
+        assert numbers[0] == pytest.approx(numbers[1], abs=1e-3)
+
+
 def test_the_script_with_run_gets_the_results_that_it_names(tmp_path: Path) -> None:
     path = Path(script("run", tmp_path, "reference/hororun.md"))
     code = path.read_text(encoding="utf-8")

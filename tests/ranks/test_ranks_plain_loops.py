@@ -20,9 +20,11 @@ STEPS = 3
 class Side:
     """One rank with its share of each batch, or one process with the whole."""
 
-    def __init__(self, rank: int | None, size: int) -> None:
+    def __init__(self, rank: int | None, size: int, *, models: bool = False) -> None:
         self.rank = rank
         self.size = size
+        self.models = models
+        """Whether models are distributed, and optimizers stay what they are."""
 
     def batch(self, step: int) -> torch.Tensor:
         """[5, 4] on a rank, [5 * size, 4] alone."""
@@ -33,6 +35,10 @@ class Side:
     def wrap(self, optimizer: torch.optim.Optimizer, *models: torch.nn.Module, **options: Any) -> Any:
         """The optimizer, distributed on a rank."""
         if self.rank is None:
+            return optimizer
+        if self.models:
+            for model in models:
+                hvd.distribute(model, **options)
             return optimizer
         names = [(f"{i}.{name}", p) for i, model in enumerate(models) for name, p in model.named_parameters()]
         return hvd.DistributedOptimizer(optimizer, names, **options)
@@ -117,7 +123,7 @@ def no_sync(side: Side) -> Iterator[Tensors]:
             if side.rank is None:
                 loss_of(model(side.batch(3 * step + part))).backward()
             else:
-                with optimizer.no_sync():
+                with hvd.no_sync(model) if side.models else optimizer.no_sync():
                     loss_of(model(side.batch(3 * step + part))).backward()
         loss_of(model[2](torch.tanh(side.batch(step) @ torch.ones(4, 6, dtype=torch.float64)))).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
@@ -262,6 +268,9 @@ LOOPS: dict[str, tuple[Callable[..., Iterator[Tensors]], dict[str, Any]]] = {
     "sparse as dense": (sparse, {"sparse_as_dense": True}),
 }
 
+OF_OPTIMIZERS = {"backward_passes_per_step", "groups", "gradient_predivide_factor"}
+"""Options that a distributed model does not have."""
+
 pools = one_of("ranks2_always", "ranks2_never", "ranks4_always")
 
 
@@ -269,9 +278,20 @@ pools = one_of("ranks2_always", "ranks2_never", "ranks4_always")
 @pytest.mark.parametrize("loop", LOOPS)
 @on("pools")
 def test_a_loop_for_one_process_does_the_same_on_ranks(loop: str) -> None:
+    compare(loop, models=False)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("loop", [name for name, (_, options) in LOOPS.items() if not OF_OPTIMIZERS & options.keys()])
+@on("pools")
+def test_a_loop_does_the_same_with_a_distributed_model(loop: str) -> None:
+    compare(loop, models=True)
+
+
+def compare(loop: str, *, models: bool) -> None:
     make, options = LOOPS[loop]
     alone = [copy.deepcopy(tensors) for tensors in make(Side(None, hvd.size()), **options)]
-    together = list(make(Side(hvd.rank(), hvd.size()), **options))
+    together = list(make(Side(hvd.rank(), hvd.size(), models=models), **options))
     for number, (found, wanted) in enumerate(itertools.zip_longest(together, alone)):
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12, msg=f"record {number}: {one} != {other}")

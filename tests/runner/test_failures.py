@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -224,6 +225,9 @@ def test_a_rank_that_said_its_own_error_is_the_cause_although_it_was_told_to_end
         b"hororun: rank 1 on h ended with ValueError: bad sample (train.py, line 7; killed by SIGTERM when asked to "
         b"end); the job was ended\nhororun: the others: rank 0 exited with code 3\n"
     )
+    unseen = replace(late, stderr_tail=b"Traceback\n" + b"  line\n" * 30)
+    assert report(unseen, endings).count(b"  | ") == 0
+    assert report(unseen, endings, shown=False).count(b"\n  | ") == 31
 
 
 def test_a_rank_that_has_ended_well_but_too_early_is_named_first() -> None:

@@ -54,6 +54,7 @@ EFFECT = {
     "elastic_join": ("--elastic-join now --min-np 1", OWN),
     "on_failure": ("--on-failure host --min-np 1", OWN),
     "blacklist_cooldown_range": ("--blacklist-cooldown-range 5 60 --min-np 1", OWN),
+    "output": ("--output rank0", OWN),
     "launcher": ("--gloo", {"one-host", "two-hosts", "check-hosts"}),
     "bind_to": ("--bind-to core", OWN),
     "bind_gpus": ("--bind-gpus", OWN),

@@ -278,6 +278,33 @@ def test_a_terminal_gets_colours_and_redrawn_progress() -> None:
     assert shown == start + b"1%\r\x1b[2K" + start + b"2%\r\x1b[2K" + start + b"done\r\n"
 
 
+def test_lines_of_rank_0_alone_leave_its_progress_as_it_is(tmp_path: Path) -> None:
+    script = f"""
+import os, pathlib, sys
+done = pathlib.Path({str(tmp_path)!r}, "done")
+if os.environ["HOROVOD_RANK"] == "1":
+    print("noise"), print("more", file=sys.stderr)
+    done.touch()
+else:
+    while not done.exists(): pass
+    sys.stdout.write("1%\\r2%\\rdone\\n")
+"""
+    logs = str(tmp_path / "logs")
+    words = ("-np", "2", "-H", "localhost:2", "--no-prefix", "--output", "rank0", "--output-filename", logs)
+    shown, code = on_terminal(*words, *PYTHON, script)
+    assert (shown.partition(b"hororun: no rank called init()")[0], code) == (b"1%\r\x1b[2K2%\r\x1b[2Kdone\r\n", 0)
+    assert [(tmp_path / "logs" / "rank.1" / name).read_text() for name in ("stdout", "stderr")] == ["noise\n", "more\n"]
+
+
+def test_a_rank_that_fails_unseen_shows_its_last_lines(hororun: Hororun, where: str) -> None:
+    script = "import os\nif os.environ['HOROVOD_RANK'] == '1': raise ValueError('bad sample')\nprint('fine')"
+    done = hororun.run("-np", "2", "--output", "rank0", *PYTHON, script, where=where)
+    assert done.returncode == 1
+    assert done.stdout in {"[0] fine\n", ""}
+    assert "hororun: its last lines on stderr:\n  | Traceback (most recent call last):" in done.stderr
+    assert "  | ValueError: bad sample\n" in done.stderr
+
+
 @pytest.mark.parametrize("variable", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
 def test_a_terminal_without_colours_gets_none(variable: dict[str, str]) -> None:
     assert on_terminal("echo", "x", **variable)[0] == b"[0] x\r\n"

@@ -58,6 +58,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "horo.torch.ops": ("compat", "engine"),
     "horo.torch.functions": ("compat", "engine", "ops"),
     "horo.torch.nn": ("compat", "engine", "ops"),
+    "horo.torch.data": ("engine", "functions", "ops"),
     "horo.torch.optimizer": ("compat", "engine", "ops", "functions"),
     "horo.torch.distributed": ("compat", "engine"),
     "horo.torch.elastic": ("compat", "engine", "ops", "functions", "optimizer"),

@@ -433,10 +433,12 @@ class _Threads:
             self._newest_is_there = is_there  # behind the start, which a signal handler may prevent
 
     def _complete(self, is_there: threading.Event) -> None:
-        with self.changed:
-            self._idle += 1
-            is_there.set()
         while True:
+            with self.changed:
+                is_there.set()
+                if self._wanted.empty() and (not self.groups or self._idle >= _IDLE_MOST):
+                    break
+                self._idle += 1
             pending = self._wanted.get()
             with self.changed:
                 self._idle -= 1
@@ -445,10 +447,6 @@ class _Threads:
             if pending is not None and takes:
                 pending.complete_first()
             del pending  # an idle thread keeps no group
-            with self.changed:
-                if self._wanted.empty() and (not self.groups or self._idle >= _IDLE_MOST):
-                    break
-                self._idle += 1
         if not self.groups:
             self.end_idle()
 

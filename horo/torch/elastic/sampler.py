@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from horo.elastic.shares import Share, Tail, shuffled
+from horo.elastic.shares import TAILS, Share, Tail, shuffled
 from horo.errors import UsageError
 from horo.torch.engine import topology
 
@@ -48,7 +48,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         tail: Tail = "pad",
         batch_size: int | None = None,
     ) -> None:
-        if tail not in ("pad", "exact", "drop"):
+        if tail not in TAILS:
             raise UsageError(f"ElasticSampler(tail={tail!r}): expected 'pad', 'exact' or 'drop'")
         if tail == "exact" and (batch_size is None or batch_size < 1):
             raise UsageError(f"ElasticSampler(tail='exact', batch_size={batch_size!r}): give the loader's batch size")
@@ -97,7 +97,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         Raises:
             UsageError: They are not this rank's next ones.
         """
-        expected = self._own()[self._taken : self._taken + len(indices)]
+        expected = self._own[self._taken : self._taken + len(indices)]
         if list(indices) != expected:
             raise UsageError(f"ElasticSampler.record_indices: {list(indices)}, but the next ones are {expected}")
         self.record_batch(0, len(indices))
@@ -132,16 +132,14 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         order = shuffled(length, self.seed + self.epoch) if self.shuffle else list(range(length))
         self.remaining_indices = order[self.processed_num :]
         self._share = Share(len(self.remaining_indices), self.num_replicas, self._tail, self._batch_size)
+        self._own = [self.remaining_indices[place] for place in self._share.positions(self.rank)]
         self._begin = self.processed_num
         self._taken = 0
         self._is_resumed = self.processed_num > 0
 
     def __iter__(self) -> Iterator[int]:
         self._is_resumed = False
-        return iter(self._own())
+        return iter(self._own)
 
     def __len__(self) -> int:
-        return len(self._share.positions(self.rank))
-
-    def _own(self) -> list[int]:
-        return [self.remaining_indices[place] for place in self._share.positions(self.rank)]
+        return len(self._own)

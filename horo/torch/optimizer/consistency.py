@@ -24,7 +24,7 @@ from horo.torch.optimizer.parameter_state import ParameterState
 from horo.torch.optimizer.step_inputs import InputsCheck, StepInputs, scaler_of_step
 from horo.torch.optimizer.unused_parameters import UsageCheck
 
-__all__ = ["Consistency", "check_first", "refuse_ddp", "refuse_ddp_model"]
+__all__ = ["Consistency", "check_first", "check_state", "refuse_ddp", "refuse_ddp_model"]
 
 _FIRST_COMPARED = 8
 """The first step whose inputs are compared."""
@@ -176,6 +176,21 @@ def check_first(member: Membership, *, has_own_state: bool = False, scaler: Any 
         is_after_join=member.has_joined,
         scaler=StepInputs(scaler),
     )
+
+
+def check_state(member: Membership, optimizer: torch.optim.Optimizer) -> None:
+    """Compares the state and the options of an optimizer that steps the parameters of a distributed model.
+
+    Raises:
+        UsageError: They are not equal on all ranks.
+    """
+    if member.size == 1 or not compares_first():
+        return
+    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    states = [state for parameter, state in member.states.items() if parameter in own]
+    check = FirstCheck(member.label, states, optimizer, member.options.process_set, is_after_join=member.has_joined)
+    check.wait()
+    check.refuse_different_values()
 
 
 def compares_first() -> bool:
@@ -356,6 +371,6 @@ def refuse_ddp(states: Iterable[ParameterState]) -> None:
 
 def _refusal(what: str) -> UsageError:
     return UsageError(
-        f"{what} is wrapped in DistributedDataParallel, which averages gradients itself; with DistributedOptimizer "
-        "leave the model unwrapped, or use DistributedDataParallel and the plain optimizer"
+        f"{what} is wrapped in DistributedDataParallel, which averages gradients itself; with DistributedOptimizer or "
+        "distribute leave the model unwrapped, or use DistributedDataParallel and the plain optimizer"
     )

@@ -24,7 +24,7 @@ from horo.torch.optimizer.at_backward import BackwardReducer
 from horo.torch.optimizer.at_step import StepReducer
 from horo.torch.optimizer.attach import attach, find_duplicates
 from horo.torch.optimizer.consistency import refuse_ddp_model
-from horo.torch.optimizer.membership import Membership
+from horo.torch.optimizer.membership import Membership, members_with
 from horo.torch.optimizer.parameter_state import ReductionOptions
 from horo.torch.optimizer.strategy import Strategy
 
@@ -228,6 +228,11 @@ def _check_optimizer(optimizer: Any) -> None:
             f"its step(); call it there or, if it wraps an optimizer, wrap that one: "
             f"{kind}(hvd.DistributedOptimizer(...))"
         )
+    for member, name in members_with(_parameters(optimizer)):
+        if member.owner != "DistributedOptimizer":
+            raise UsageError(
+                f"DistributedOptimizer: {member.owner} averages the gradient of {name!r} already; leave one of both out"
+            )
     for name, value in vars(optimizer).items():
         if isinstance(value, torch.optim.Optimizer) and hasattr(value, "_reducer"):
             raise UsageError(

@@ -7,7 +7,7 @@ import gc
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +19,7 @@ from horo.torch.engine.operation import refuse_lazy
 from horo.torch.ops.process_set import refuse_unregistered
 from horo.torch.optimizer.parameter_state import ParameterState, ReductionOptions
 
-__all__ = ["HOOK_LOCK", "Membership", "Newer", "forget_all", "states_of_all"]
+__all__ = ["HOOK_LOCK", "Membership", "Newer", "forget_all", "members_with", "states_of_all"]
 
 HOOK_LOCK = threading.RLock()  # a signal handler may compute gradients, too
 """Held for what the first hook of a backward does: autograd has a thread for each device that gradients are on."""
@@ -49,9 +49,15 @@ class Membership:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, options: ReductionOptions, names: dict[torch.Tensor, str]
+        self,
+        optimizer: torch.optim.Optimizer,
+        options: ReductionOptions,
+        names: dict[torch.Tensor, str],
+        owner: str = "DistributedOptimizer",
     ) -> None:
         self.options = options
+        self.owner = owner
+        """The function of the API that has made it, for messages."""
         self.nests_steps = sum("step" in vars(cls) for cls in type(optimizer).__mro__) > 2
         """Whether a ``step()`` of the optimizer may call that of its base class, which torch's hooks are around too."""
         self.follower: weakref.ref[Follower] | None = None
@@ -122,7 +128,7 @@ class Membership:
                 state = self.states.get(parameter)
                 if state is None:
                     name = self.names.get(parameter) or f"allreduce.noname.{number}.{index}"
-                    refuse_lazy(parameter, f"DistributedOptimizer: parameter {name!r}")
+                    refuse_lazy(parameter, f"{self.owner}: parameter {name!r}")
                     self.names[parameter] = name
                     state = self.states[parameter] = ParameterState(parameter, name)
                     self._are_named, is_larger = False, True
@@ -157,7 +163,7 @@ class Membership:
         runtime = _runtime.find()
         team = self._process_set.team_in(runtime)
         if team is None and runtime is not None and not forget:
-            refuse_unregistered(self._process_set, "DistributedOptimizer")
+            refuse_unregistered(self._process_set, self.owner)
         rounds = 0 if runtime is None else runtime.joining.rounds
         if runtime is self._runtime and team == self._team and rounds == self._rounds:
             return
@@ -214,7 +220,7 @@ class Membership:
         if team is not None and runtime.teams.size_for(team) == 1:  # nothing will be submitted
             runtime.joining.settle()
         else:
-            runtime.joining.settle_before("the gradients of a DistributedOptimizer")
+            runtime.joining.settle_before(f"the gradients of {self.owner}")
 
     def _begin_anew(self, rounds: int) -> None:
         """Forgets all comparisons of ranks, since some of them may have been in another job, or joined."""
@@ -254,7 +260,7 @@ class Membership:
             UsageError: It is not registered.
         """
         if self._team is None:
-            refuse_unregistered(self._process_set, "DistributedOptimizer")
+            refuse_unregistered(self._process_set, self.owner)
         return self._team
 
     @property
@@ -386,6 +392,15 @@ def states_of_all() -> Iterator[ParameterState]:
     """The parameters of all optimizers of this process."""
     for member in list(_members):
         yield from member.states.values()
+
+
+def members_with(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[Membership, str]]:
+    """Each optimizer or model that averages the gradient of one of these parameters already, and the name of that."""
+    wanted = list(parameters)
+    for member in list(_members):
+        common = next((parameter for parameter in wanted if parameter in member.states), None)
+        if common is not None:
+            yield member, member.states[common].name
 
 
 def _find_unused() -> list[str]:
