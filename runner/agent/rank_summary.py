@@ -6,11 +6,12 @@ from dataclasses import dataclass, fields, replace
 
 from horo.runner.text import printable
 
-__all__ = ["RankSummary", "read_summary"]
+__all__ = ["NAMES_MAX", "RankSummary", "read_summary"]
 
 _LIMIT = 1 << 62
 _SAMPLES_MAX = 4096
-_NAMES_MAX = 64
+NAMES_MAX = 64
+"""Of parameters without a gradient: a rank may have more than it tells."""
 _COLUMNS = 3
 
 
@@ -77,7 +78,7 @@ def read_summary(value: object) -> RankSummary | None:
     rows, via, unused = value.get("samples"), value.get("via"), value.get("unused")
     columns = [_numbers(row) for row in rows] if isinstance(rows, list) and len(rows) == _COLUMNS else []
     samples = [column for column in columns if column is not None]
-    names = unused if isinstance(unused, list) and len(unused) <= _NAMES_MAX else []
+    names = unused if isinstance(unused, list) and len(unused) <= NAMES_MAX else []
     if counts is None or len(samples) != _COLUMNS or len({len(column) for column in samples}) > 1:
         return None
     return RankSummary(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import sqrt
 from statistics import fmean, median
 from typing import Any
 
 from horo.config.hosts import ranges
-from horo.runner.agent.rank_summary import RankSummary
+from horo.runner.agent.rank_summary import NAMES_MAX, RankSummary
 from horo.runner.job.report import Ending
 
 __all__ = ["Slowest", "card", "facts_of", "slowest_of"]
@@ -16,6 +17,9 @@ __all__ = ["Slowest", "card", "facts_of", "slowest_of"]
 _BEHIND_MIN = 0.05
 """Of a step, by which that rank was behind."""
 _SAMPLES_MIN = 10
+_CHANCE_MAX = 1.5
+"""By which a share of n steps is above chance where nobody is slower, times the root of n: 3 standard deviations of two
+ranks."""
 _LOADING_MIN = 0.2
 """Of a step, for which every rank waits for its loader."""
 _NAMED_MAX = 3
@@ -60,16 +64,19 @@ def slowest_of(samples: Mapping[int, Sequence[tuple[int, int, int]]], step_s: fl
     index = max(last, key=lambda each: len(last[each]))
     behind_s, loading_s = (median(column) / 1e6 for column in zip(*last[index], strict=True))
     share, chance = len(last[index]) / len(common), 1 / len(by_step)
-    if share < (1 + chance) / 2 or behind_s < _BEHIND_MIN * step_s:  # nearer to chance than to always, or no matter
+    is_chance = share < (1 + chance) / 2 or (share - chance) * sqrt(len(common)) < _CHANCE_MAX
+    if is_chance or behind_s < _BEHIND_MIN * step_s:
         return None
     return Slowest(list(samples)[index], share, behind_s, min(behind_s, max(0.0, loading_s)))
 
 
-def facts_of(endings: Sequence[Ending]) -> dict[str, Any]:
+def facts_of(endings: Sequence[Ending], *, failed: bool, word: str = "rank") -> dict[str, Any]:
     """The parts of the time of a job's steps, for the card and ``--json-report``; None where they were not measured.
 
     Args:
         endings: of all its ranks.
+        failed: whether the job has.
+        word: the name for a process; workers come and go.
     """
     known = {each.rank: each.note.summary for each in sorted(endings, key=lambda each: each.rank)}
     ranks = {rank: summary for rank, summary in known.items() if summary is not None}
@@ -89,8 +96,8 @@ def facts_of(endings: Sequence[Ending]) -> dict[str, Any]:
         "traffic": _traffic(list(measured.values())),
         "memory": _peaks([each.peak for each in ranks.values()]),
         "gpu_memory": _peaks([each.gpu_peak for each in ranks.values()]),
-        "ends": _ends(ranks, endings),
-        "notes": _notes(ranks, endings, step),
+        "ends": _ends(ranks, endings, word) if failed else "",
+        "notes": _notes(ranks, endings, step, may_be_short=failed and word == "rank"),
     }
 
 
@@ -100,7 +107,7 @@ def _step(measured: Sequence[RankSummary]) -> dict[str, float]:
         fmean(getattr(each, name) / each.measured / 1e9 for each in measured)
         for name in ("ns", "waiting", "moving", "loading")
     )
-    computing = seconds - waiting - moving
+    computing = max(0.0, seconds - waiting - moving)  # another thread may have waited in the first step, too
     return {"seconds": seconds, "computing": computing, "waiting": waiting, "moving": moving, "loading": loading}
 
 
@@ -119,10 +126,8 @@ def _peaks(all_ranks: Sequence[int]) -> dict[str, int] | None:
     return {"least": min(known), "most": max(known)} if known else None
 
 
-def _ends(ranks: Mapping[int, RankSummary], endings: Sequence[Ending]) -> str:
-    """The place of each rank at the end of a job that has failed; empty: it has not."""
-    if not any(ending.failed for ending in endings):
-        return ""
+def _ends(ranks: Mapping[int, RankSummary], endings: Sequence[Ending], word: str) -> str:
+    """The place of each rank at the end of a job that has failed."""
     groups: dict[tuple[bool, str], list[int]] = {}
     for ending in sorted(endings, key=lambda each: each.rank):
         known = ranks.get(ending.rank)
@@ -134,41 +139,47 @@ def _ends(ranks: Mapping[int, RankSummary], endings: Sequence[Ending]) -> str:
     for (failed, place), who in groups.items():
         is_one = len(who) == 1
         verb = ("was" if is_one else "were") if failed else f"ended {'its script' if is_one else 'their scripts'}"
-        parts.append(f"rank{'' if is_one else 's'} {ranges(who)} {verb} {place}")
+        parts.append(f"{word}{'' if is_one else 's'} {ranges(who)} {verb} {place}")
     return "; ".join(parts)
 
 
-def _notes(ranks: Mapping[int, RankSummary], endings: Sequence[Ending], step: Mapping[str, float] | None) -> list[str]:
+def _notes(
+    ranks: Mapping[int, RankSummary], endings: Sequence[Ending], step: Mapping[str, float] | None, *, may_be_short: bool
+) -> list[str]:
     """Advice, each by a rule."""
     notes = []
-    ended_well = {ending.rank for ending in endings if not ending.failed}
-    furthest = max((max(each.steps, each.within) for each in ranks.values()), default=0)
-    short = [rank for rank, each in ranks.items() if rank in ended_well and 0 < each.steps < furthest]
-    if short and len(ended_well) < len(endings):
+    ended_well = {ending.rank for ending in endings if not (ending.failed or ending.asked)}
+    reached = {rank: max(each.steps, each.within) for rank, each in ranks.items()}
+    furthest = max(reached.values(), default=0)
+    short = [rank for rank, step in reached.items() if rank in ended_well and 0 < step < furthest]
+    if short and may_be_short:
         one = len(short) == 1
         notes.append(
             f"rank{'' if one else 's'} {ranges(short)} ran short of data: give all ranks equally many batches, or end "
             "with hvd.join()"
         )
-    loading = min((each.loading / each.ns for each in ranks.values() if each.ns), default=0.0)
+    if not ranks or len(ranks) < len(endings):
+        return notes  # the others are true of all ranks
+    loading = min(each.loading / each.ns if each.ns else 0.0 for each in ranks.values())
     if step is not None and loading >= _LOADING_MIN:
         notes.append(
             f"every rank waits for its DataLoader for {_percent(step['loading'] / step['seconds'])} of a step: more "
             "workers (num_workers=) would help"
         )
-    if len(ranks) == len(endings) and ranks:
-        unused = set.intersection(*(set(each.unused) for each in ranks.values()))
-        if unused:
-            names = sorted(unused)[:_NAMED_MAX]
-            more = ", ..." if len(unused) > len(names) else ""
-            what = "1 parameter" if len(unused) == 1 else f"{len(unused)} parameters"
-            notes.append(f"{what} had no gradient in the last step ({', '.join(names)}{more})")
+    unused = set.intersection(*(set(each.unused) for each in ranks.values()))
+    if unused:
+        names = sorted(unused)[:_NAMED_MAX]
+        more = ", ..." if len(unused) > len(names) else ""
+        least = "at least " if any(len(each.unused) == NAMES_MAX for each in ranks.values()) else ""
+        notes.append(
+            f"{least}{_count(len(unused), 'parameter')} had no gradient in the last step ({', '.join(names)}{more})"
+        )
     crowded = [each for each in ranks.values() if each.on_cpu and each.ranks_here > each.cores > 0]
     if crowded:
         most = max(crowded, key=lambda each: each.ranks_here / each.cores)
-        per_core = -(-most.ranks_here // most.cores)
+        crowd = f"{most.ranks_here} ranks on {_count(most.cores, 'core')}"
         best = sum(min(1.0, each.cores / each.ranks_here) for each in ranks.values())
-        notes.append(f"{per_core} ranks per core: -np {round(best)} would be faster")
+        notes.append(f"{crowd}: -np {round(best)} would be faster")
     return notes
 
 

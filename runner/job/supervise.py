@@ -143,7 +143,8 @@ class Supervisor:
         if unread_input():
             self._console.say("nothing was read from stdin: that of every rank is /dev/null")
         endings = list(self._endings)
-        code, seconds, facts = self._conclude(), time.time() - began_s, facts_of(endings)
+        code, seconds = self._conclude(), time.time() - began_s
+        facts = facts_of(endings, failed=code != 0, word=self.process_word)
         if self._job.json_report:
             values = self._report_of(endings, facts, code=code, began_s=began_s, seconds=seconds)
             write_report(self._job.json_report, values, self._console.say)

@@ -11,7 +11,7 @@ import pytest
 from jobs import TORCH_S, Hororun
 
 from horo.runner.agent.rank_reports import Note, NoteReader
-from horo.runner.agent.rank_summary import RankSummary, read_summary
+from horo.runner.agent.rank_summary import NAMES_MAX, RankSummary, read_summary
 from horo.runner.job.card import card, facts_of
 from horo.runner.job.report import Ending
 
@@ -49,8 +49,12 @@ def ends(*ranks: RankSummary | None, **how: Any) -> list[Ending]:
     return [Ending(rank, "localhost", note=Note(summary=each), **how) for rank, each in enumerate(ranks)]
 
 
-def lines(endings: list[Ending], *, seconds: float = 12.0, code: int = 0, **options: str) -> list[str]:
-    return card(facts_of(endings), seconds=seconds, code=code, **options)
+def facts(endings: list[Ending], *, failed: bool = False, word: str = "rank") -> dict[str, Any]:
+    return facts_of(endings, failed=failed, word=word)
+
+
+def lines(endings: list[Ending], *, seconds: float = 12.0, code: int = 0, signal: str = "") -> list[str]:
+    return card(facts(endings, failed=code != 0), seconds=seconds, code=code, signal=signal)
 
 
 def test_a_healthy_job_has_a_card_without_advice() -> None:
@@ -92,30 +96,37 @@ def test_a_rank_that_is_last_by_little_or_by_chance_or_in_few_steps_is_not_named
     little = replace(others, samples=waits(*[2] * 100))  # 4 of 88 ms
     chance = replace(others, samples=waits(*(0 if step % 3 else 20 for step in range(100))))
     few = replace(others, samples=waits(*[0] * 9))
+    luck = replace(others, samples=waits(*[0] * 8, 20, 20))  # as heads at 8 of 10 coins
     elsewhere = replace(others, samples=waits(*[0] * 100), size=1)  # of another job
-    for slow in (little, chance, few, elsewhere):
-        assert facts_of(ends(others, slow))["slowest"] is None
+    for slow in (little, chance, few, luck, elsewhere):
+        assert facts(ends(others, slow))["slowest"] is None
 
 
 def test_loaders_that_hold_up_every_rank_are_advice() -> None:
     slow = [replace(in_turn(rank), loading=2652 * MS) for rank in range(4)]
     advice = "every rank waits for its DataLoader for 30 % of a step: more workers (num_workers=) would help"
     assert lines(ends(*slow))[-1] == f"  notes           {advice}"
-    assert facts_of(ends(*slow[:3], in_turn(3)))["notes"] == []
+    assert facts(ends(*slow[:3], in_turn(3)))["notes"] == []
+    assert facts(ends(*slow[:3], None), failed=True)["notes"] == []  # who knows
 
 
 def test_parameters_that_no_rank_has_used_are_named() -> None:
     some = [replace(in_turn(rank), unused=("b", "a", "c", "d")[: 4 - rank]) for rank in range(3)]
-    assert facts_of(ends(*some))["notes"] == ["2 parameters had no gradient in the last step (a, b)"]
+    assert facts(ends(*some))["notes"] == ["2 parameters had no gradient in the last step (a, b)"]
     four = [replace(some[0])] * 2
-    assert facts_of(ends(*four))["notes"] == ["4 parameters had no gradient in the last step (a, b, c, ...)"]
-    assert facts_of(ends(*four, None))["notes"] == []  # who knows
+    assert facts(ends(*four))["notes"] == ["4 parameters had no gradient in the last step (a, b, c, ...)"]
+    assert facts(ends(*four, None))["notes"] == []  # who knows
+    many = replace(HEALTHY, unused=tuple(f"p{number:02}" for number in range(NAMES_MAX)))
+    assert facts(ends(many))["notes"] == [
+        f"at least {NAMES_MAX} parameters had no gradient in the last step (p00, p01, p02, ...)"
+    ]
 
 
 def test_more_ranks_than_cores_are_advice_where_cores_compute() -> None:
     crowded = [replace(in_turn(rank), cores=2) for rank in range(4)]
-    assert facts_of(ends(*crowded))["notes"] == ["2 ranks per core: -np 2 would be faster"]
-    assert facts_of(ends(*(replace(each, on_cpu=0) for each in crowded)))["notes"] == []
+    assert facts(ends(*crowded))["notes"] == ["4 ranks on 2 cores: -np 2 would be faster"]
+    assert facts(ends(*(replace(each, on_cpu=0) for each in crowded)))["notes"] == []
+    assert facts(ends(crowded[0], None, None, None), failed=True)["notes"] == []  # those of other hosts are not known
 
 
 def test_a_job_that_failed_has_the_step_and_line_of_each_rank_that_told_it() -> None:
@@ -133,6 +144,32 @@ def test_a_job_that_failed_has_the_step_and_line_of_each_rank_that_told_it() -> 
         "  notes           rank 1 ran short of data: give all ranks equally many batches, or end with hvd.join()"
     )
     assert lines(failed, code=130, signal="SIGINT")[0].startswith("ended by SIGINT after 12.0 s: ")
+
+
+def test_who_has_not_chosen_its_end_ran_not_short_of_data() -> None:
+    survivor, early = replace(HEALTHY, steps=30, within=31), replace(HEALTHY, steps=30)
+    failed = Ending(1, "localhost", code=1, note=Note(summary=early))
+    caught = Ending(0, "localhost", note=Note(summary=survivor))
+    assert facts([caught, failed], failed=True)["notes"] == []  # the error of its step, and saved
+    interrupted = Ending(1, "localhost", code=130, note=Note(summary=survivor))
+    asked = Ending(0, "localhost", asked=True, note=Note(summary=early))
+    assert facts([asked, interrupted], failed=True)["notes"] == []
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_worker_that_came_later_ran_not_short_of_data(failed: bool) -> None:
+    workers = ends(HEALTHY, None, replace(HEALTHY, steps=50))
+    workers[1] = replace(workers[1], code=1)
+    told = facts(workers, failed=failed, word="worker")
+    assert told["notes"] == []
+    assert told["ends"] == (
+        "worker 0 ended its script after step 101; worker 2 ended its script after step 50" if failed else ""
+    )
+
+
+def test_the_parts_of_a_step_are_not_negative() -> None:
+    step = facts(ends(replace(HEALTHY, waiting=9000 * MS), HEALTHY))["step"]
+    assert step["computing"] >= 0
 
 
 def written(summary: RankSummary) -> dict[str, Any]:
@@ -226,6 +263,24 @@ def test_one_rank_alone_has_a_card_without_others(hororun: Hororun, tmp_path: Pa
     done = hororun.start("-np", "1", "--", str(script), "alone", environment={"HORO_SUMMARY": "1"}).finish(3 * TORCH_S)
     assert done.returncode == 0, done.stderr
     assert "1 rank on 1 host, 20 steps" in done.stderr and "waiting for" not in done.stderr
+
+
+LEAVES = """
+import horo.torch as hvd
+from horo.torch.engine.runtime import current
+
+hvd.init()
+current().course.find_unused = lambda: 1 / 0
+hvd.shutdown()
+"""
+
+
+def test_a_rank_leaves_its_job_also_if_its_sums_cannot_be_told(hororun: Hororun, tmp_path: Path) -> None:
+    script = tmp_path / "leave.py"
+    script.write_text(LEAVES)
+    done = hororun.start("-np", "1", "--summary", "--", str(script)).finish(3 * TORCH_S)
+    assert done.returncode == 0, done.stderr
+    assert "hororun: done in " in done.stderr
 
 
 def test_a_rank_short_of_data_is_on_the_card_of_the_job_that_fails_of_it(hororun: Hororun, tmp_path: Path) -> None:

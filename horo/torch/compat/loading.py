@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
-from threading import get_ident
 from typing import Any
 
 from horo.torch.compat.torch_private import loader_iterators
 
-__all__ = ["loading_ns", "watch_loaders"]
-
-_ns: defaultdict[int, int] = defaultdict(int)
-"""By thread."""
+__all__ = ["take_loading_ns", "watch_loaders"]
 
 
-def loading_ns() -> int:
-    """Nanoseconds for which this thread has waited for loaders since ``watch_loaders``."""
-    return _ns.get(get_ident(), 0)
+class _Waits(threading.local):
+    ns = 0
+    is_inside = False
+
+
+_waits = _Waits()
+
+
+def take_loading_ns() -> int:
+    """Nanoseconds for which this thread has waited for loaders since it was here last, or since ``watch_loaders``."""
+    ns, _waits.ns = _waits.ns, 0
+    return ns
 
 
 def watch_loaders() -> None:
@@ -32,11 +37,14 @@ def watch_loaders() -> None:
 def _measured(take: Any) -> Callable[[Any], Any]:
     @functools.wraps(take)
     def take_measured(self: Any) -> Any:
-        began = time.perf_counter_ns()
+        if _waits.is_inside:  # a loader whose dataset reads from another one
+            return take(self)
+        _waits.is_inside, began = True, time.perf_counter_ns()
         try:
             return take(self)
         finally:
-            _ns[get_ident()] += time.perf_counter_ns() - began
+            _waits.is_inside = False
+            _waits.ns += time.perf_counter_ns() - began
 
     take_measured.is_measured = True  # type: ignore[attr-defined]
     return take_measured

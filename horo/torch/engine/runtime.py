@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -242,7 +243,8 @@ class Runtime:
         last_number = self.handle_base + self.core.counters()["requests"]
         self.course.warn()
         self.course.stop()
-        self.course.report()
+        with contextlib.suppress(Exception):  # others wait for this rank's leave, and nobody for its sums
+            self.course.report()
         self.job.close(self.course.words(end))
         self.requests.clear()
         self.abandoned.clear()

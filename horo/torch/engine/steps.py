@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from horo.torch.compat.loading import loading_ns, watch_loaders
+from horo.torch.compat.loading import take_loading_ns, watch_loaders
 
 if TYPE_CHECKING:
     from horo.core.context import Context
@@ -80,7 +80,7 @@ class StepMeter:
 
     def __init__(self, core: Context) -> None:
         self._core = core
-        self._steps = self._measured = 0
+        self._steps = self._measured = self._loading = 0
         self._counted: int | None = None
         self._other: int | None = None
         """Another optimizer that has done a step since the counted one has."""
@@ -103,7 +103,8 @@ class StepMeter:
         self._steps = done = self._steps + 1
         blocked, moving, *sums = self._core.work()
         before = self._before = self._now
-        self._now = now = (time.perf_counter_ns(), blocked - moving, moving, loading_ns(), *sums)
+        self._loading += take_loading_ns()
+        self._now = now = (time.perf_counter_ns(), blocked - moving, moving, self._loading, *sums)
         if not before:
             self._first = now
             watch_loaders()
@@ -146,7 +147,7 @@ class StepMeter:
 
 def _times(steps: int, before: tuple[int, ...], now: tuple[int, ...]) -> StepTimes:
     ns, waiting, moving, loading, *sums = map(sub, now, before)
-    return StepTimes(steps, ns / 1e9, max(0, waiting) / 1e9, moving / 1e9, loading / 1e9, *sums)
+    return StepTimes(steps, ns / 1e9, max(0, waiting) / 1e9, max(0, moving) / 1e9, loading / 1e9, *sums)
 
 
 def peak_memory() -> int:

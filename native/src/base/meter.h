@@ -32,16 +32,16 @@ static inline void hr_meter_move(struct hr_meter *meter, int begins, uint64_t no
         atomic_store_explicit(&meter->moving, begins ? (moved - now) << 1 | 1 : moved << 1, memory_order_relaxed);
     }
 }
-/* With the lock: a thread begins to wait, or has. */
+/* With the lock: a thread begins to wait, or has. A batch that began after `now` seems to have moved less than 0. */
 static inline void hr_meter_block(struct hr_meter *meter, int begins, uint64_t now) {
     const int others = begins ? meter->blocked++ : --meter->blocked;
-    const uint64_t moved = hr_meter_moved(meter, now);
+    const uint64_t moved = hr_meter_moved(meter, now), more = (moved - meter->moved_before) << 1;
     if (others == 0 && begins) {
         meter->since = now;
         meter->moved_before = moved;
     } else if (others == 0) {
         atomic_fetch_add_explicit(&meter->blocked_ticks, now - meter->since, memory_order_relaxed);
-        atomic_fetch_add_explicit(&meter->moved_ticks, (moved - meter->moved_before) << 1 >> 1, memory_order_relaxed);
+        atomic_fetch_add_explicit(&meter->moved_ticks, (int64_t)more > 0 ? more >> 1 : 0, memory_order_relaxed);
     }
 }
 #endif

@@ -245,6 +245,12 @@ int shim_wait(void *transport, void *const *ios, int io_count, int timeout_ms, i
 int shim_wait_looks_last(void *context, int64_t limit_ns);
 int shim_wait_prepares_with_a_look(void *context);
 
+/*
+ * The ticks for which data moved during a wait from tick 100 to 200, beside a batch that begins and ends (0: not) at
+ * these. One that begins after 200 begins when the waiting thread has read the clock for the last time.
+ */
+uint64_t shim_meter(uint64_t begin, uint64_t end);
+
 /* ---- Wire messages as bytes ---- */
 
 /* The bytes written to out (out_bytes of room), or a negative status. */
