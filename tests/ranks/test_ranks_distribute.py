@@ -69,6 +69,28 @@ def test_several_optimizers_step_after_one_backward_also_of_a_rank_that_skips_it
     assert_equal_on_all(model)
 
 
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_a_rank_that_skips_a_backward_of_one_of_two_optimizers_in_turn_is_an_error_on_all(
+    ranks2: RankPool, skipped: int
+) -> None:
+    def check() -> None:
+        model = hvd.distribute(make_model())
+        optimizers = [torch.optim.SGD(model[index].parameters(), lr=0.5) for index in (0, 2)]
+
+        def train() -> None:
+            for step in range(3):
+                for number, optimizer in enumerate(optimizers):
+                    optimizer.zero_grad()
+                    if (step, number, hvd.rank()) != (1, skipped, 1):
+                        make_loss(model, hvd.rank(), step).backward()
+                    optimizer.step()
+
+        with pytest.raises(hvd.UsageError, match=r"rank 1 has called step\(\) of more optimizers of the model"):
+            train()
+
+    ranks2.run(check)
+
+
 @on("ranks2")
 def test_an_optimizer_that_evaluates_a_closure_gets_the_mean_loss() -> None:
     model = hvd.distribute(make_model())

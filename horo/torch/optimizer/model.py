@@ -66,18 +66,24 @@ class ModelReducer(BackwardReducer):
         was_reduced = self.is_reduced
         super().after_step(optimizer, args, kwargs)
         self.is_reduced = was_reduced
-        self._stepped.add(optimizer)
+        if optimizer not in self._stepped:
+            self._stepped.add(optimizer)
+            self.submitter.progress.steps += 1
 
     def finish_all(self) -> Iterator[Request]:
         """As in the base class."""
         yield from super().finish_all()
-        self._stepped.clear()
+        self._forget_steps()
 
     def begin_job(self) -> None:
         """As in the base class."""
         super().begin_job()
-        self._stepped.clear()
+        self._forget_steps()
         self._seen.clear()
+
+    def _forget_steps(self) -> None:
+        self._stepped.clear()
+        self.submitter.progress.steps = 0
 
 
 _reducers: weakref.WeakKeyDictionary[torch.nn.Module, ModelReducer] = weakref.WeakKeyDictionary()

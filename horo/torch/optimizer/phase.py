@@ -26,6 +26,8 @@ _AT_STEP = 2
 """The reduction began in ``step()``."""
 _BROKEN = 4
 """An exception has ended the backward, so not all gradients are there."""
+_STEPS = 8
+"""Times the number of further steps, below 4, that other optimizers have made since the last reduction."""
 
 
 class StepProgress:
@@ -33,6 +35,8 @@ class StepProgress:
 
     def __init__(self) -> None:
         self.reductions = 0
+        self.steps = 0
+        """The optimizers that have stepped since the last reduction, where several may."""
         self.is_at_step = False
         self.trained: list[ParameterState] = []
         """The parameters that required grad in the last reduction."""
@@ -44,7 +48,8 @@ class StepProgress:
     def mark(self) -> int:
         """The number of dimensions that the first gradient has in front of its shape; 0 in an ordinary step."""
         later = _LATER if self.reductions else 0
-        return later + (_AT_STEP if self.is_at_step else 0) + (_BROKEN if self.is_broken else 0)
+        steps = _STEPS * (max(0, self.steps - 1) % 4)
+        return later + (_AT_STEP if self.is_at_step else 0) + (_BROKEN if self.is_broken else 0) + steps
 
     def begin(self) -> None:
         """Called when a backward or a reduction begins.
@@ -80,6 +85,14 @@ class StepProgress:
                 f"{_ranks(ahead)} had called step() already, so gradients of different steps were added up; call "
                 "backward() equally often per step on all ranks, or run each inside optimizer.no_sync() and call "
                 "optimizer.synchronize() once per step on every rank"
+            )
+        fewest = min(mark // _STEPS for mark in marks)
+        further = [rank for rank, mark in zip(ranks, marks, strict=True) if mark // _STEPS > fewest]
+        if further:
+            raise UsageError(
+                f"since the last reduction, {_ranks(further)} has called step() of more optimizers of the model than "
+                "other ranks, so gradients of different steps were added up; call backward() equally often on all "
+                "ranks, or, if each optimizer has a backward() of its own, hvd.distribute for each one's module"
             )
         late = [rank for rank, mark in zip(ranks, marks, strict=True) if mark & _AT_STEP]
         self.late = late if len(late) < len(marks) else []
