@@ -39,7 +39,9 @@ USUAL = {("horo", "raise"), ("horo", "interrupt"), ("ddp", "kill"), ("ddp", "sto
 def test_a_fit_with_a_fault_ends(hororun: Hororun, tmp_path: Path, strategy: str, fault: str) -> None:
     if (strategy, fault) not in USUAL and os.environ.get("HORO_ALL_CASES") != "1":
         pytest.skip("`make test-all` runs it")
-    job = hororun.start("-np", "2", "--no-prefix", sys.executable, str(PROGRAM), str(tmp_path), strategy, fault)
+    words = ["-np", "2", "--no-prefix", sys.executable, str(PROGRAM), str(tmp_path), strategy, fault]
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    job = hororun.start(*words, environment={"PYTHONPATH": path})
     if fault == "interrupt":
         ups = [tmp_path / f"up.{rank}" for rank in range(2)]
         wait_until(lambda: all(up.exists() for up in ups), "both ranks are in a step", deadline_s=IMPORTS_S)
