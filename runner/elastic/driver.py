@@ -7,15 +7,15 @@ about another generation than the last one are stale, and change nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from horo.runner.config import EXIT_ELASTIC_TIMEOUT, EXIT_TERMINATED, EXIT_UNREACHABLE, Elastic
-from horo.runner.elastic.hosts import free_slots, free_time_s, host_deadlines_s, stays
+from horo.runner.elastic.hosts import free_slots, free_time_s, host_deadlines_s, is_leaving, stays
 from horo.runner.elastic.next_generation import awaited, changes_of, may_come, next_members
 from horo.runner.elastic.state import (
     Action,
-    Announce,
     Committed,
     Done,
     DriverState,
@@ -28,6 +28,7 @@ from horo.runner.elastic.state import (
     Reach,
     Ready,
     Refused,
+    Restart,
     Standing,
     Tick,
     Waits,
@@ -40,6 +41,12 @@ __all__ = ["begin", "deadline_s", "lost_s", "step"]
 
 _LATE_S = 10.0
 """The time for which a worker may go on with ``init()`` that has been given up."""
+_GONE_S = 5.0
+"""The time that members on a host that is not found any more have to leave a generation that others have left."""
+_REMIND_S = 60.0
+"""The time after which hororun names those for whose end it waits; then after twice as long, and so on."""
+_RESTARTS = 3
+"""A script that fails alike so many times in a row, when ranks have gone on from memory, is not tried again."""
 _SENT_AWAY = (Standing.DISMISSED, Standing.ADRIFT)
 _IN_GENERATION = (Standing.SEATED, Standing.WITHIN)
 _REPLACING = (Phase.STARTING, Phase.FORMING, Phase.RUNNING, Phase.GATHERING, Phase.SHORT)
@@ -78,6 +85,8 @@ def deadline_s(state: DriverState) -> float | None:
         workers = state.workers.values()
         if limits.join == "now" or not all(stays(state, each) for each in workers):
             times += [each.started_s + limits.start_timeout_s for each in workers if may_come(state, each)]
+    elif state.phase is Phase.FINISHING:
+        times.append(_reminder_s(state, state.now_s))
     times += state.late.values()
     if state.leaves_s is not None:
         times.append(state.leaves_s)
@@ -98,6 +107,14 @@ def _gather_limit(state: DriverState) -> tuple[float, float]:
     if state.broken_s is None:
         return state.since_s, state.limits.elastic_timeout_s
     return state.broken_s, state.limits.gather_timeout_s
+
+
+def _reminder_s(state: DriverState, time_s: float) -> float:
+    """The first time after the given one at which a line names those that are awaited."""
+    pause_s = _REMIND_S
+    while state.since_s + pause_s <= time_s:
+        pause_s *= 2
+    return state.since_s + pause_s
 
 
 class _Turn(Turn):
@@ -176,6 +193,8 @@ class _Turn(Turn):
         elif not is_sent_away:
             name = self._name(worker)
             self._report(f"{name} {event.how}")
+            if is_member:
+                self.state.error = event.how if event.is_error else ""
             self._note_failure(worker)
             if self.state.limits.on_failure == "host":
                 self._end_others(worker)
@@ -199,11 +218,11 @@ class _Turn(Turn):
         if self.state.phase is Phase.FINISHING or worker.standing in ENDS_WELL:
             self._enter(Phase.FINISHING)
         elif is_member:
+            self.state.error = ""
             if may_run_s is None and not self.state.is_broken:
                 self.silent[worker.slot.host] = self._now_s + self.state.limits.elastic_timeout_s
             if self.state.phase in (Phase.FORMING, Phase.RUNNING):  # nothing may be broken for it and the others
-                before = self.state.announced or Announce(self.state.generation, 0)
-                self._announce(before.added, True, before.leave)
+                self._announce(replace(self.state.announced, removed=True))
             self._gather(f"{name} {how}")
 
     def _end_others(self, worker: Worker) -> None:
@@ -285,26 +304,26 @@ class _Turn(Turn):
         """RUNNING: announces who has come or is to leave, and again once that is not so any more."""
         state = self.state
         change = changes_of(state, can_grow=not self._is_at_reset_limit())
-        before = state.announced
-        if change != ((before.added, before.removed, before.leave) if before else (False, False, False)):
-            self._announce(*change)
+        if change != state.announced:
+            self._announce(change)
         if any(worker.has_state for worker in self._members() if self._stays(worker)):
             self._dismiss_leavers()
 
     def gather(self) -> None:
         """GATHERING: waits until no member is in the generation any more; kills those that do not leave."""
         begin_s, limit_s = _gather_limit(self.state)
+        goes_on = self.state.is_broken and any(each.has_state for each in self.workers.values() if self._stays(each))
         for worker in self._members():
             if worker.standing in _IN_GENERATION:
+                if goes_on and not self._is_found(worker):
+                    self.suspects.setdefault(worker.number, self._now_s + _GONE_S)
                 if self.suspects.get(worker.number, float("inf")) <= self._now_s:
                     self._kill(worker, "does not go on")
                 elif self._now_s >= begin_s + limit_s:
                     self._kill(worker, f"has not left generation {self.state.generation} within {limit_s:g} s")
-        drift = Standing.ADRIFT if self.state.is_broken else Standing.READY
-        if all(worker.standing in (Standing.READY, drift) for worker in self._members()):
+        if all(worker.standing is Standing.READY or self._cannot_train(worker) for worker in self._members()):
             self._hurry()
-            announced = self.state.announced
-            if not (announced and announced.added and awaited(self.state)):
+            if not (self.state.announced.added and awaited(self.state)):
                 self._seat_or_wait()
 
     def wait(self) -> None:
@@ -332,8 +351,29 @@ class _Turn(Turn):
             )
         elif not self.workers:
             self._finish()
+        elif self.state.leaves_s is None and _reminder_s(self.state, self._before_s) <= self._now_s:
+            self._name_awaited()
 
     # Parts of decisions
+
+    def _is_found(self, worker: Worker) -> bool:
+        host = self.hosts.get(worker.slot.host)
+        return host is not None and host.is_listed
+
+    def _cannot_train(self, worker: Worker) -> bool:
+        """Whether a member that may still run is not awaited: others have left the generation, and it is out of reach
+        or has been killed on a host that may be."""
+        is_away = worker.standing is Standing.ADRIFT or (worker.is_going and is_leaving(self.state, worker))
+        return self.state.is_broken and is_away
+
+    def _name_awaited(self) -> None:
+        names = [self._name(worker) for worker in self.workers.values()]
+        still = "still runs" if len(names) == 1 else "still run"
+        self._report(
+            f"{' and '.join(names)} {still}, {self._now_s - self.state.since_s:.0f} s after another one has ended: "
+            "hororun waits without a limit, since ranks may save or evaluate for long; kill one that hangs, or end the "
+            "job with Ctrl-C"
+        )
 
     def _leave_in_time(self) -> None:
         """Ends the job once all have to leave and nobody is at work."""
@@ -367,9 +407,11 @@ class _Turn(Turn):
             return
         ready = next_members(self.state)
         needs_memory = self.state.has_learnt and not any(worker.has_state for worker in living)
-        if (not living or needs_memory) and not self._goes_on_from_memory():
-            self._finish("no rank is left that has the state of the training" if self.workers else "")
-            return
+        if not living or needs_memory:
+            reason = self._why_not_from_memory()
+            if reason is not None:
+                self._finish(reason)
+                return
         if self._is_at_reset_limit():
             limit = self.state.limits.reset_limit
             self._finish(f"ranks cannot be placed anew any more (--reset-limit {limit})")
@@ -390,16 +432,29 @@ class _Turn(Turn):
         elif any(worker.has_state for worker in ready):
             self._dismiss_leavers()
 
-    def _goes_on_from_memory(self) -> bool:
-        """Whether the next workers of slots have what was learnt. If that has led to no commit before, it does not."""
+    def _why_not_from_memory(self) -> str | None:
+        """The reason why the next workers of slots do not go on from what was learnt; None: they do.
+
+        They do not if that has led to no commit before, or several times to the same error and hardly a commit.
+        """
         state = self.state
         latest = max(state.kept.values(), default=-1)
-        if state.phase is not Phase.SHORT and (latest <= state.restored or self._is_at_reset_limit()):
-            return False
-        if latest > state.restored:
-            state.restored = latest
+        last = state.restart
+        is_over = state.phase is not Phase.SHORT and (latest <= last.commit or self._is_at_reset_limit())
+        if is_over or not state.kept:
+            return "no rank is left that has the state of the training" if self.workers else ""
+        if latest > last.commit:
+            error = re.sub(r"0x[0-9a-f]+|\d+", "#", state.error)  # numbers in its words differ from time to time
+            is_stuck = latest - last.commit <= state.generation - last.generation  # newcomers come in at a commit
+            is_alike = is_stuck and error != "" and error == last.error
+            state.restart = Restart(latest, state.generation, error, last.alike + 1 if is_alike else 0)
+            if state.restart.alike == _RESTARTS:
+                return (
+                    f"{_RESTARTS} times in a row, ranks that went on from the last commit {state.error}, and no "
+                    "generation of them came further than one commit: mend the script"
+                )
             self._report(f"no rank is left: others go on from commit {latest}")
-        return bool(state.kept)
+        return None
 
     def _has_state(self, ready: list[Worker]) -> bool:
         """Whether workers have the state, or the latest commit in memory; in the end, any commit there."""
@@ -410,9 +465,9 @@ class _Turn(Turn):
         is_late = state.phase is Phase.SHORT and self._now_s >= state.since_s + state.limits.elastic_timeout_s
         if own < max(state.kept.values(), default=0) and (own < 0 or not is_late):
             return False
-        if own < state.restored:
-            self._report(f"the slot with commit {state.restored} has no worker: others go on from commit {own}")
-            state.restored = own
+        if own < state.restart.commit:
+            self._report(f"the slot with commit {state.restart.commit} has no worker: others go on from commit {own}")
+            state.restart = replace(state.restart, commit=own)
             state.kept = {slot: number for slot, number in state.kept.items() if number <= own}
         return True
 

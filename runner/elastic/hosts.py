@@ -28,7 +28,16 @@ from horo.runner.elastic.state import (
     Worker,
 )
 
-__all__ = ["HostTurn", "free_slots", "free_time_s", "host_deadlines_s", "rank_order", "stays", "why_it_leaves"]
+__all__ = [
+    "HostTurn",
+    "free_slots",
+    "free_time_s",
+    "host_deadlines_s",
+    "is_leaving",
+    "rank_order",
+    "stays",
+    "why_it_leaves",
+]
 
 _SOON_S = 60.0
 """A worker that fails so soon after its start makes its slot wait ever longer."""
@@ -40,10 +49,16 @@ _WINDOW_S = 600.0
 
 def stays(state: DriverState, worker: Worker) -> bool:
     """Whether the worker may be in further generations."""
-    host = state.hosts.get(worker.slot.host)
-    if worker.is_going or host is None or not _is_kept(host):
+    if worker.is_going or is_leaving(state, worker):
         return False
-    return host.slots is None or worker.slot.number < host.slots
+    slots = state.hosts[worker.slot.host].slots
+    return slots is None or worker.slot.number < slots
+
+
+def is_leaving(state: DriverState, worker: Worker) -> bool:
+    """Whether the host of the worker is not to have workers any more: it may be gone, with an agent that is silent."""
+    host = state.hosts.get(worker.slot.host)
+    return host is None or not _is_kept(host)
 
 
 def why_it_leaves(state: DriverState, worker: Worker) -> str:
@@ -65,7 +80,7 @@ def rank_order(workers: Iterable[Worker]) -> list[Worker]:
 
 def free_slots(state: DriverState) -> list[Slot]:
     """The slots that are to have a worker and have none, also those that have to wait for some time, best first."""
-    filling = [each for each in state.workers.values() if stays(state, each) or each.standing is Standing.ENDING]
+    filling = [each for each in state.workers.values() if stays(state, each) or _gives_way(state, each)]
     if len(filling) >= _wanted(state):
         return []
     used = {worker.slot for worker in state.workers.values()}
@@ -113,6 +128,11 @@ def _is_kept(host: Host) -> bool:
     return host.is_listed and host.leaves_s is None
 
 
+def _gives_way(state: DriverState, worker: Worker) -> bool:
+    """Whether the worker has been killed, and its slot gets another one."""
+    return worker.standing is Standing.ENDING and not is_leaving(state, worker)
+
+
 def _wanted(state: DriverState) -> int:
     return state.limits.size if state.generation == 0 else state.limits.max_size
 
@@ -129,7 +149,7 @@ class HostTurn:
         self.state.suspects, self.state.hosts = self.suspects, self.hosts
         self.state.silent, self.state.late = self.silent, self.late
         self.actions: list[Action] = []
-        self._now_s = now_s
+        self._before_s, self._now_s = state.now_s, now_s
 
     # Events
 
@@ -160,6 +180,8 @@ class HostTurn:
         for host in before.values():
             if host.is_listed and host.reach is Reach.UP:
                 self._report(f"{host.name} is not found any more: its workers leave")
+            elif host.is_listed and host.name in self.silent:
+                self._report(f"{host.name} is not found any more: what may still run there is ended, if it answers")
             self.hosts[host.name] = replace(host, is_listed=False)
 
     def _on_up(self, event: HostUp) -> None:
@@ -192,6 +214,8 @@ class HostTurn:
     def _lose(self, host: Host, how: str, may_run_s: float | None) -> None:
         lost = [worker for worker in self.workers.values() if worker.slot.host == host.name]
         host = self._part_from(host)
+        if not _is_kept(host):
+            self.silent.pop(host.name, None)  # it does not answer again, and is not asked for ever
         pause_s = self._cool(host, may_run_s or 0.0)
         again = f"; it is tried again after {pause_s:.0f} s" if _is_kept(host) else ""
         self._report(f"{host.name} {how}{again}")
@@ -252,7 +276,10 @@ class HostTurn:
                 del self.workers[worker.number]
 
     def reach_hosts(self) -> None:
-        """Starts agents on the hosts that are needed; ends those of hosts that are not to have workers any more."""
+        """Starts agents on the hosts that are needed; ends those of hosts that are not to have workers any more.
+
+        A silent host is reached again, also if it is to have none: the new agent ends what may still train there.
+        """
         room, timeout_s = 0, self.state.limits.start_timeout_s
         # A new agent would end ranks that others still train with.
         is_whole = self.state.phase is Phase.GATHERING and self.state.broken_s is None
@@ -261,14 +288,14 @@ class HostTurn:
             if host.reach is Reach.COMING and self._now_s >= host.since_s + timeout_s:
                 self.actions.append(Disconnect(host.name))
                 self._lose(host, f"has not answered within {timeout_s:g} s (--start-timeout)", 0.0)
-            elif not _is_kept(host):
+            elif not _is_kept(host) and host.name not in self.silent:
                 self._let_go(host)
-            elif host.free_s <= self._now_s:
+            elif not _is_kept(host) or host.free_s <= self._now_s:
                 is_needed = room < _wanted(self.state) or host.name in self.silent
                 if host.reach is Reach.AWAY and is_needed and not is_trained_on:
                     self.actions.append(Connect(host.name))
                     self.hosts[host.name] = replace(host, reach=Reach.COMING, since_s=self._now_s)
-                if self.hosts[host.name].reach is not Reach.AWAY:
+                if self.hosts[host.name].reach is not Reach.AWAY and _is_kept(host):
                     room += host.slots or 1
 
     def _let_go(self, host: Host) -> None:

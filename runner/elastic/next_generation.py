@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from horo.bootstrap.generations import Change
 from horo.runner.elastic.hosts import rank_order, stays
 from horo.runner.elastic.state import DriverState, Reach, Standing, Worker
 
@@ -32,10 +33,10 @@ def may_come(state: DriverState, worker: Worker) -> bool:
     return worker.standing is Standing.COMING and in_time and stays(state, worker)
 
 
-def changes_of(state: DriverState, *, can_grow: bool) -> tuple[bool, bool, bool]:
-    """Whether workers have come to a generation at work, members are to leave it, and all are to leave."""
+def changes_of(state: DriverState, *, can_grow: bool) -> Change:
+    """The change of a generation at work for which its members are to leave it."""
     if state.leaves_s is not None:
-        return False, False, True
+        return Change(leave=True)
     members = [state.workers[number] for number in state.members if number in state.workers]
     staying = [worker for worker in members if stays(state, worker)]
     newcomers = [worker for worker in _ready(state) if stays(state, worker)]
@@ -43,7 +44,7 @@ def changes_of(state: DriverState, *, can_grow: bool) -> tuple[bool, bool, bool]
     can_grow = can_grow and len(staying) < state.limits.max_size
     added = can_grow and bool((newcomers and is_enough) or awaited(state))
     if len(staying) == len(members):
-        return added, False, False
+        return Change(added)
     may_grow = any(may_come(state, each) for each in state.workers.values()) or any(
         host.reach is Reach.COMING for host in state.hosts.values()
     )
@@ -51,7 +52,7 @@ def changes_of(state: DriverState, *, can_grow: bool) -> tuple[bool, bool, bool]
         removed = any(worker.has_state for worker in staying) and (is_enough or not may_grow)
     else:
         removed = not newcomers and not may_grow
-    return added, removed, False
+    return Change(added, removed)
 
 
 def _ready(state: DriverState) -> list[Worker]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from horo.bootstrap.generations import Change
 from horo.runner.config import Elastic
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "Ready",
     "Refused",
     "Report",
+    "Restart",
     "Slot",
     "SlotRecord",
     "Standing",
@@ -176,6 +178,23 @@ class Generation:
     steps_lost: int | None = None
 
 
+@dataclass(frozen=True)
+class Restart:
+    """Workers that go on from the memories of those before, who have all failed.
+
+    Attributes:
+        commit: from which they do; -1: there were none.
+        generation: the last one before.
+        error: that of the script in which it has ended, without numbers.
+        alike: how many restarts in a row have come to the same error, and before it no further than a commit each.
+    """
+
+    commit: int = -1
+    generation: int = 0
+    error: str = ""
+    alike: int = 0
+
+
 @dataclass
 class DriverState:
     """The state of the driver. ``step`` copies it.
@@ -193,7 +212,7 @@ class DriverState:
         slots: the records of the slots.
         suspects: workers that others have named as hung, with the time at which they are killed.
         changes: how many changes were announced in this generation.
-        announced: the last one of them; None: there was none.
+        announced: the last one of them.
         is_broken: a member has left the generation, so that nobody can be at work in it.
         silent: hosts where members may train on, since nothing is known of them; nobody is seated before these times.
         broken_s: the time from which members have to leave the generation within the gather timeout: one has left, has
@@ -202,7 +221,8 @@ class DriverState:
         steps_lost: the finished steps that are undone since then, as far as workers have counted them.
         history: the generations that have trained.
         kept: the last commit in the memory of each slot, as far as it was reported.
-        restored: the one at which all ranks had failed, and others went on from those memories; -1: none.
+        restart: the last time that all ranks had failed, and others went on from those memories.
+        error: the one of the script by which the last member has ended; empty: something else has ended it.
         refused: the workers that could not be started before the first generation, and are left out of it.
         has_trained: a training function has begun on some worker: it has synced its state.
         late: members that have not come to the end of a training where another has; they are killed at these times.
@@ -223,7 +243,7 @@ class DriverState:
     slots: Mapping[Slot, SlotRecord] = field(default_factory=dict)
     suspects: Mapping[int, float] = field(default_factory=dict)
     changes: int = 0
-    announced: Announce | None = None
+    announced: Change = field(default_factory=Change)
     is_broken: bool = False
     silent: Mapping[str, float] = field(default_factory=dict)
     broken_s: float | None = None
@@ -231,7 +251,8 @@ class DriverState:
     steps_lost: int | None = None
     history: tuple[Generation, ...] = ()
     kept: Mapping[Slot, int] = field(default_factory=dict)
-    restored: int = -1
+    restart: Restart = field(default_factory=Restart)
+    error: str = ""
     refused: tuple[Refused, ...] = ()
     has_trained: bool = False
     late: Mapping[int, float] = field(default_factory=dict)
@@ -285,11 +306,7 @@ class HostLost:
 
 @dataclass(frozen=True)
 class Leave:
-    """A host, or all of the job if ``host`` is None, has to have ended within a time; workers commit before.
-
-    Attributes:
-        why: in words; empty: the user knows.
-    """
+    """A host, or all of the job if ``host`` is None, has to have ended within a time; workers commit before."""
 
     host: str | None
     within_s: float
@@ -375,13 +392,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Refused:
-    """The process of a worker could not be started.
-
-    Attributes:
-        worker: its number.
-        reason: a sentence, which names the host.
-        code: that of a shell.
-    """
+    """The process of a worker could not be started. ``reason``: a sentence with its host; ``code``: that of a shell."""
 
     worker: int
     reason: str
@@ -435,21 +446,11 @@ class Fail:
 
 @dataclass(frozen=True)
 class Announce:
-    """Write the next change of a generation, which replaces those before.
-
-    Attributes:
-        generation: its number.
-        number: of the change.
-        added: workers have come.
-        removed: workers are to leave.
-        leave: all are to leave: the job ends.
-    """
+    """Write the next change of a generation, counted by ``number``, which replaces those before."""
 
     generation: int
     number: int
-    added: bool = False
-    removed: bool = False
-    leave: bool = False
+    change: Change
 
 
 @dataclass(frozen=True)
@@ -461,12 +462,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Dismiss:
-    """Ask the process of a worker, for which there is nothing left to do, to end; end it if it does not.
-
-    Attributes:
-        worker: its number.
-        why: in words.
-    """
+    """Ask the process of a worker, for which there is nothing left to do, to end; end it if it does not."""
 
     worker: int
     why: str = field(default="", compare=False)

@@ -165,7 +165,7 @@ class ElasticSupervisor(HostsSupervisor):
             self._timer = self._loop.call_later(due_s - self._loop.now_s, lambda: self._take(Tick()))
 
     def _do_one(self, action: Action) -> None:
-        from horo.bootstrap.generations import Change, change_key, seat_entries  # noqa: PLC0415
+        from horo.bootstrap.generations import change_key, seat_entries  # noqa: PLC0415
         from horo.bootstrap.rendezvous import rank_is_missing  # noqa: PLC0415
 
         if isinstance(action, Connect):
@@ -184,7 +184,7 @@ class ElasticSupervisor(HostsSupervisor):
             self._client.set(*rank_is_missing(self._id, action.generation, action.reason))
         elif isinstance(action, Announce):
             key = change_key(self._id, action.generation, action.number)
-            self._client.set(key, Change(action.added, action.removed, action.leave).encode())
+            self._client.set(key, action.change.encode())
         elif isinstance(action, (Kill, Dismiss)):
             if isinstance(action, Dismiss):
                 self._dismissed[action.worker] = action.why

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from horo.bootstrap.generations import Change
 from horo.runner.elastic.hosts import HostTurn, free_slots, free_time_s, why_it_leaves
 from horo.runner.elastic.next_generation import next_members
 from horo.runner.elastic.state import (
@@ -43,7 +44,7 @@ class Turn(HostTurn):
         state.refused = ()
         state.members = tuple(worker.number for worker in next_members(self.state))
         state.generation += 1
-        state.changes, state.announced = 0, None
+        state.changes, state.announced = 0, Change()
         state.is_broken, state.broken_s = False, None
         self.suspects.clear()
         self.silent.clear()
@@ -65,10 +66,10 @@ class Turn(HostTurn):
             state.idle_since_s = state.steps_lost = None
         self._enter(Phase.RUNNING)
 
-    def _announce(self, *change: bool) -> None:
+    def _announce(self, change: Change) -> None:
         self.state.changes += 1
-        self.state.announced = Announce(self.state.generation, self.state.changes, *change)
-        self.actions.append(self.state.announced)
+        self.state.announced = change
+        self.actions.append(Announce(self.state.generation, self.state.changes, change))
 
     def _gather(self, reason: str) -> None:
         if self.state.phase not in (Phase.FORMING, Phase.RUNNING):

@@ -7,9 +7,24 @@ from typing import Any
 
 from horo.runner.config import Elastic
 from horo.runner.elastic.driver import begin, deadline_s, step
-from horo.runner.elastic.state import Committed, Ended, FoundHost, HostUp, Phase, Reach, Ready, Report, Tick, Within
+from horo.runner.elastic.state import (
+    Committed,
+    Ended,
+    FoundHost,
+    HostsFound,
+    HostUp,
+    Phase,
+    Reach,
+    Ready,
+    Report,
+    Tick,
+    Waits,
+    Within,
+)
 
-__all__ = ["Driver", "killed", "running"]
+__all__ = ["A2_B2", "Driver", "found", "killed", "of", "running", "waits", "within"]
+
+A2_B2 = {"a": 2, "b": 2}
 
 
 class Driver:
@@ -86,3 +101,19 @@ def running(size: int = 3, *more: Any, **limits: Any) -> Driver:
 def killed(worker: int) -> Ended:
     """The end of a worker that was killed."""
     return Ended(worker, True, "was killed by SIGKILL")
+
+
+def found(**slots: int) -> HostsFound:
+    return HostsFound(tuple(FoundHost(name, count) for name, count in slots.items()))
+
+
+def waits(generation: int, *workers: int, culprit: int | None = None) -> list[Waits]:
+    return [Waits(worker, generation, culprit, True) for worker in workers]
+
+
+def within(generation: int, *workers: int) -> list[Within]:
+    return [Within(worker, generation) for worker in workers]
+
+
+def of(kind: type, actions: list[Any]) -> list[Any]:
+    return [each for each in actions if isinstance(each, kind)]

@@ -21,6 +21,7 @@ if __name__ == "__main__":
 
 from simulated_hosts import Machines
 
+from horo.bootstrap.generations import Change
 from horo.runner.config import Elastic
 from horo.runner.elastic.driver import begin, deadline_s, step
 from horo.runner.elastic.state import (
@@ -103,7 +104,7 @@ class Simulation:
         self.members: dict[int, tuple[int, ...]] = {}
         self.failed: set[int] = set()
         self.left: set[tuple[int, int]] = set()
-        self.announced: dict[int, Announce] = {}
+        self.announced: dict[int, Change] = {}
         self.memories: dict[Slot, int] = {}
         """The commit in the memory of a slot, which outlives its workers, in a job that has such."""
         self.has_memories = self.random.random() < 0.5
@@ -197,7 +198,7 @@ class Simulation:
             elif isinstance(action, Fail):
                 self.failed.add(action.generation)
             elif isinstance(action, Announce):
-                self.announced[action.generation] = action
+                self.announced[action.generation] = action.change
             elif isinstance(action, (Kill, Dismiss)):
                 process = self.processes[action.worker]
                 self.check_end(action, process)
@@ -369,7 +370,8 @@ class Simulation:
         if process.mode != "working" or process.is_hung or process.generation != generation:
             return
         gone = self.is_broken(generation)
-        change = self.announced.get(generation)
+        is_cut = self.machines.all[process.slot.host].is_cut
+        change = None if is_cut else self.announced.get(generation)
         if gone is not None:
             self.leave(process, gone)
         elif self.is_parted(process):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from drivers import Driver, killed, running
 
+from horo.bootstrap.generations import Change
 from horo.runner.elastic.driver import deadline_s, lost_s
 from horo.runner.elastic.state import (
     Announce,
@@ -127,7 +128,7 @@ def test_the_most_steps_that_a_survivor_has_lost_are_those_of_the_generation() -
 def test_a_newcomer_is_announced_and_seated_once_members_have_left() -> None:
     driver = running(3)
     driver.on(killed(0), Waits(1, 1, 0, True), Waits(2, 1, 0, True), Within(1, 2), Within(2, 2))
-    assert driver.on(Ready(3)) == [Announce(2, 1, True)]
+    assert driver.on(Ready(3)) == [Announce(2, 1, Change(True))]
     assert driver.phase is Phase.RUNNING
     assert driver.on(Waits(2, 2, None, True)) == []
     assert driver.on(Waits(1, 2, None, True)) == [WriteSeats(3, (1, 2, 3))]
@@ -136,7 +137,7 @@ def test_a_newcomer_is_announced_and_seated_once_members_have_left() -> None:
 def test_an_announcement_is_withdrawn_when_the_newcomer_ends() -> None:
     driver = running(3)
     driver.on(killed(0), Waits(1, 1, 0, True), Waits(2, 1, 0, True), Within(1, 2), Within(2, 2), Ready(3))
-    assert Announce(2, 2, False) in driver.on(killed(3))
+    assert Announce(2, 2, Change(False)) in driver.on(killed(3))
 
 
 def test_a_newcomer_waits_while_all_seats_are_taken() -> None:
@@ -427,3 +428,55 @@ def test_another_training_may_begin_after_one() -> None:
     driver.on(Done(0, 1), Done(1, 1), Within(0, 1), Within(1, 1), killed(1))
     assert driver.phase is Phase.GATHERING
     assert driver.on(Waits(0, 1, 1, True)) == [WriteSeats(2, (0,))]
+
+
+ALIKE = [f"ValueError: shard {number} (train.py, line 7)" for number in range(4)]
+
+
+def failed(*errors: str, commits: int = 1) -> Driver:
+    """The only rank fails after so many commits, and so do those that go on from its memory."""
+    driver = running(1)
+    for generation, error in enumerate(errors, 1):
+        worker = max(driver.state.workers)
+        driver.on(Ready(worker), Within(worker, generation), Committed(worker, generation * commits, True))
+        driver.on(Ended(worker, True, f"ended with {error}", is_error=True), after_s=100.0)
+    return driver
+
+
+def test_a_script_that_always_fails_after_a_commit_is_not_tried_for_ever() -> None:
+    assert failed(*ALIKE[:3]).phase is Phase.SHORT
+    (finish,) = failed(*ALIKE).actions
+    assert finish.reason == (
+        "3 times in a row, ranks that went on from the last commit ended with ValueError: shard 3 (train.py, line 7), "
+        "and no generation of them came further than one commit: mend the script"
+    )
+
+
+def test_one_that_gets_further_or_fails_otherwise_is() -> None:
+    assert failed(*ALIKE, *ALIKE, commits=2).phase is Phase.SHORT
+    assert failed(*["ValueError: a", "OSError: b"] * 3).phase is Phase.SHORT
+
+
+def test_a_kill_is_no_error_of_the_script() -> None:
+    driver = failed(*ALIKE[:3])
+    driver.on(Ready(3), Within(3, 4), Committed(3, 4, True), killed(3))
+    assert driver.phase is Phase.SHORT
+
+
+def test_those_whose_end_is_awaited_are_named_after_1_2_4_minutes() -> None:
+    driver = running(3)
+    driver.on(Ended(0, False))
+    assert driver.tick() == []
+    assert driver.now_s == 160.0
+    assert driver.words == (
+        "worker 1 (rank 1) and worker 2 (rank 2) still run, 60 s after another one has ended: hororun waits without a "
+        "limit, since ranks may save or evaluate for long; kill one that hangs, or end the job with Ctrl-C"
+    )
+    driver.on(Tick(), after_s=1.0)
+    assert driver.words == ""
+    times = []
+    for _ in range(3):
+        driver.tick()
+        assert "still run" in driver.words
+        times.append(driver.now_s)
+    assert times == [220.0, 340.0, 580.0]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from drivers import Driver, killed, running
+from drivers import A2_B2, Driver, found, killed, of, running, waits, within
 
-from horo.runner.elastic.driver import deadline_s, lost_s
+from horo.bootstrap.generations import Change
+from horo.runner.elastic.driver import deadline_s
 from horo.runner.elastic.state import (
     Announce,
     Committed,
@@ -16,9 +17,7 @@ from horo.runner.elastic.state import (
     Dismiss,
     Done,
     Ended,
-    Fail,
     Finish,
-    FoundHost,
     HostLost,
     HostsFound,
     HostUp,
@@ -28,32 +27,11 @@ from horo.runner.elastic.state import (
     Reach,
     Ready,
     Slot,
-    Standing,
     StartWorker,
     Tick,
     Waits,
-    Within,
     WriteSeats,
 )
-
-A2_B2 = {"a": 2, "b": 2}
-
-
-def found(**slots: int) -> HostsFound:
-    return HostsFound(tuple(FoundHost(name, count) for name, count in slots.items()))
-
-
-def waits(generation: int, *workers: int, culprit: int | None = None) -> list[Waits]:
-    return [Waits(worker, generation, culprit, True) for worker in workers]
-
-
-def within(generation: int, *workers: int) -> list[Within]:
-    return [Within(worker, generation) for worker in workers]
-
-
-def of(kind: type, actions: list[Any]) -> list[Any]:
-    return [each for each in actions if isinstance(each, kind)]
-
 
 # Begin
 
@@ -142,86 +120,6 @@ def test_a_lost_host_is_reached_again_after_its_cooldown() -> None:
     assert [action.slot.host for action in of(StartWorker, driver.on(HostUp("a", 0)))] == ["a", "a"]
 
 
-def test_ranks_that_may_still_run_are_waited_for_if_no_member_has_left() -> None:
-    driver = running(2, hosts=A2_B2)
-    assert driver.state.workers[0].slot.host == "a"
-    driver.on(Committed(0, 7, True), Committed(1, 7, True), Ready(2))
-    assert not of(WriteSeats, driver.on(HostLost("a", "is silent", 5.0)))
-    assert driver.phase is Phase.GATHERING
-    driver.on(Tick(), after_s=4.9)
-    assert driver.phase is Phase.GATHERING and driver.state.workers[0].standing is Standing.ADRIFT
-    driver.on(Tick(), after_s=0.2)
-    assert driver.phase is Phase.OVER  # its commits were there
-
-
-def test_others_train_on_with_ranks_of_a_host_that_does_not_answer_until_their_commit() -> None:
-    driver = running(4, hosts=A2_B2, elastic_timeout_s=500.0)
-    assert driver.on(HostLost("a", "is silent")) == [Announce(1, 1, removed=True)]
-    assert driver.on(Tick(), after_s=400.0) == []  # no agent, which would end them; nobody is killed
-    assert driver.on(waits(1, 2)[0]) == [Connect("a")]
-    assert lost_s(driver.state) == 0.0
-    assert driver.on(waits(1, 3)[0]) == [WriteSeats(2, (2, 3))]
-
-
-def test_but_not_for_ever() -> None:
-    driver = running(4, hosts=A2_B2, elastic_timeout_s=500.0)
-    driver.on(HostLost("a", "is silent"))
-    assert driver.tick() == [] and driver.tick() == [Kill(2), Kill(3)]
-    assert driver.now_s == 600.0
-
-
-def test_once_one_has_left_the_others_have_the_usual_time() -> None:
-    driver = running(4, hosts=A2_B2)
-    driver.on(HostLost("a", "is silent"))
-    driver.on(waits(1, 2)[0], after_s=100.0)
-    assert driver.on(Tick(), after_s=29.0) == []
-    assert of(Kill, driver.on(Tick(), after_s=1.0)) == [Kill(3)]
-
-
-def test_they_are_not_waited_for_if_another_member_has_left() -> None:
-    driver = running(4, hosts=A2_B2)
-    driver.on(HostLost("a", "is silent", 5.0), *waits(1, 2, culprit=0))
-    assert driver.on(*waits(1, 3, culprit=0)) == [WriteSeats(2, (2, 3))]
-    assert driver.on(*waits(1, 0), Committed(0, 9)) == []  # what they report is of no account any more
-
-
-def test_nobody_begins_anew_beside_a_generation_that_may_train_on_where_no_agent_answers() -> None:
-    driver = Driver(2, hosts={"a": 1, "b": 1}, is_reached=False, elastic_timeout_s=500.0)
-    driver.on(HostUp("a", 1), HostLost("b", "cannot be reached"), Ready(0))
-    assert driver.tick() == [Connect("b")]
-    driver.on(HostUp("b", 1), Ready(1))
-    assert driver.on(HostLost("a", "is silent", None)) == [
-        Announce(1, 1, removed=True),
-        Fail(1, "worker 0 (rank 0) on a was lost: its host is silent"),
-    ]
-    assert "may still train on a: new ranks wait until a answers, for at most 500 s" in driver.words
-    assert driver.phase is Phase.SHORT
-    assert driver.tick() == [Connect("a")]
-    assert of(WriteSeats, driver.on(HostUp("a", 1))) == [WriteSeats(2, (1,))]  # its agent has ended worker 0
-
-
-def one_alone_with_an_older_commit_elsewhere() -> Driver:
-    """Worker 1 is the only one; the commit of worker 0, before its own, is in the memory of another host."""
-    driver = running(2, hosts={"a": 1, "b": 1}, elastic_timeout_s=500.0)
-    driver.on(Committed(0, 7, True), Committed(1, 7, True), killed(0), *waits(1, 1, culprit=0), *within(2, 1))
-    driver.on(Committed(1, 9, True))
-    return driver
-
-
-def test_nobody_goes_on_from_an_older_commit_either() -> None:
-    driver = one_alone_with_an_older_commit_elsewhere()
-    assert driver.on(HostLost("b", "is silent", None), Ready(2)) == [Announce(2, 1, removed=True)]
-    begin_s = driver.now_s
-    while driver.phase is Phase.SHORT:
-        actions = driver.tick()
-    assert actions == [WriteSeats(3, (2,))] and driver.now_s == begin_s + 500.0
-
-
-def test_unless_the_generation_is_known_to_have_ended() -> None:
-    driver = one_alone_with_an_older_commit_elsewhere()
-    assert driver.on(HostLost("b", "is lost", 0.0), Ready(2))[-1] == WriteSeats(3, (2,))
-
-
 def test_a_job_whose_hosts_are_all_lost_ends() -> None:
     driver = running(4, hosts=A2_B2)
     driver.on(HostLost("a", "is silent"))
@@ -270,7 +168,7 @@ def grown(**limits: Any) -> Driver:
 
 def test_ranks_come_with_a_host() -> None:
     driver = grown()
-    assert driver.on(Ready(2)) == [Announce(1, 1, added=True)]
+    assert driver.on(Ready(2)) == [Announce(1, 1, Change(added=True))]
     assert driver.on(Ready(3)) == []
     assert driver.on(*waits(1, 0, 1)) == [WriteSeats(2, (0, 1, 2, 3))]
 
@@ -278,7 +176,7 @@ def test_ranks_come_with_a_host() -> None:
 def test_now_ranks_are_interrupted_when_newcomers_are_started() -> None:
     driver = running(2, 1, 4, {"a": 2}, script="s", join="now")
     driver.on(found(a=2, b=2))
-    assert of(Announce, driver.on(HostUp("b", 0))) == [Announce(1, 1, added=True)]
+    assert of(Announce, driver.on(HostUp("b", 0))) == [Announce(1, 1, Change(added=True))]
     assert driver.on(*waits(1, 0, 1)) == []
     assert driver.on(Ready(2)) == []
     assert driver.on(Ready(3)) == [WriteSeats(2, (0, 1, 2, 3))]
@@ -301,7 +199,7 @@ def test_replacements_are_not_awaited() -> None:
 
 def test_a_host_that_is_not_found_any_more_loses_its_ranks_in_order() -> None:
     driver = running(4, hosts=A2_B2, script="s")
-    assert driver.on(found(a=2)) == [Announce(1, 1, removed=True)]
+    assert driver.on(found(a=2)) == [Announce(1, 1, Change(removed=True))]
     assert driver.words == "b is not found any more: its workers leave"
     assert driver.on(*waits(1, 0, 1, 2, 3)) == [WriteSeats(2, (0, 1))]
     assert driver.on(*within(2, 0, 1)) == [Dismiss(2), Dismiss(3)]
@@ -313,13 +211,13 @@ def test_a_host_that_is_not_found_any_more_loses_its_ranks_in_order() -> None:
 def test_a_change_that_is_undone_is_withdrawn() -> None:
     driver = running(4, hosts=A2_B2, script="s")
     driver.on(found(a=2))
-    assert driver.on(found(a=2, b=2)) == [Announce(1, 2)]
+    assert driver.on(found(a=2, b=2)) == [Announce(1, 2, Change())]
     assert driver.words == "b was found"
 
 
 def test_fewer_slots_are_fewer_ranks() -> None:
     driver = running(4, hosts=A2_B2, script="s")
-    assert driver.on(found(a=2, b=1)) == [Announce(1, 1, removed=True)]
+    assert driver.on(found(a=2, b=1)) == [Announce(1, 1, Change(removed=True))]
     assert driver.on(*waits(1, 0, 1, 2, 3)) == [WriteSeats(2, (0, 1, 2))]
     assert driver.on(*within(2, 0, 1, 2)) == [Dismiss(3)]
     assert driver.on(Ended(3, True)) == []  # the host stays
@@ -330,7 +228,7 @@ def test_ranks_stay_until_their_replacements_are_ready_if_too_few_were_left() ->
     assert driver.on(found(a=2, c=2)) == [Connect("c")]
     driver.on(HostUp("c", 0))
     assert driver.on(Ready(4)) == []
-    assert driver.on(Ready(5)) == [Announce(1, 1, added=True, removed=True)]
+    assert driver.on(Ready(5)) == [Announce(1, 1, Change(added=True, removed=True))]
     assert driver.on(*waits(1, 0, 1, 2, 3)) == [WriteSeats(2, (0, 1, 4, 5))]
 
 
@@ -339,7 +237,7 @@ def test_one_rank_of_a_host_that_goes_gives_the_state_to_the_next_ones() -> None
     driver.on(found(b=2), HostUp("b", 0), Ready(2), Ready(3), *waits(1, 0, 1))
     assert driver.state.members == (0, 2)
     driver.on(*within(2, 0, 2))
-    assert driver.on(Committed(2, 5)) == [Announce(2, 2, added=True, removed=True), Dismiss(1)]
+    assert driver.on(Committed(2, 5)) == [Announce(2, 2, Change(added=True, removed=True)), Dismiss(1)]
     driver.on(*waits(2, 0, 2))
     assert driver.state.members == (2, 3)
     assert driver.on(*within(3, 2, 3), Ended(0, True), Ended(1, True)) == [Dismiss(0), Disconnect("a")]
@@ -347,13 +245,13 @@ def test_one_rank_of_a_host_that_goes_gives_the_state_to_the_next_ones() -> None
 
 def test_others_leave_a_generation_with_workers_that_cannot_be_reached_and_may_answer_them() -> None:
     driver = running(3, hosts={"a": 1, "b": 2})
-    assert driver.on(HostLost("b", "is lost")) == [Announce(1, 1, removed=True)]
+    assert driver.on(HostLost("b", "is lost")) == [Announce(1, 1, Change(removed=True))]
     assert driver.on(Waits(0, 1, None, has_state=True)) == [WriteSeats(2, (0,))]
 
 
 def test_ranks_leave_a_host_even_if_nobody_takes_over() -> None:
     driver = running(2, hosts={"a": 2}, script="s")
-    assert driver.on(found()) == [Announce(1, 1, removed=True)]
+    assert driver.on(found()) == [Announce(1, 1, Change(removed=True))]
     assert driver.on(*waits(1, 0, 1)) == []
     assert driver.phase is Phase.SHORT
     assert driver.on(found(a=2)) == [WriteSeats(2, (0, 1))]
@@ -362,7 +260,7 @@ def test_ranks_leave_a_host_even_if_nobody_takes_over() -> None:
 def test_newcomers_on_a_host_that_is_not_found_any_more_end() -> None:
     driver = grown()
     driver.on(Ready(2))
-    assert driver.on(found(a=2)) == [Announce(1, 2), Dismiss(2), Dismiss(3)]
+    assert driver.on(found(a=2)) == [Announce(1, 2, Change()), Dismiss(2), Dismiss(3)]
 
 
 def test_a_host_that_is_being_reached_is_let_go_at_once() -> None:
@@ -410,7 +308,7 @@ def test_but_not_the_only_one() -> None:
 
 def test_all_leave_by_a_change() -> None:
     driver = running(2)
-    assert driver.on(Leave(None, 30.0)) == [Announce(1, 1, leave=True)]
+    assert driver.on(Leave(None, 30.0)) == [Announce(1, 1, Change(leave=True))]
     assert driver.words == "the job has to end within 30 s"
     driver.on(Ended(0, False))
     assert driver.on(Ended(1, False)) == [Finish()]
@@ -464,18 +362,17 @@ def test_a_job_that_has_not_begun_ends_at_once(size: int) -> None:
 
 def test_ranks_of_a_host_leave_it_in_time() -> None:
     driver = running(4, hosts=A2_B2)
-    assert driver.on(Leave("b", 30.0)) == [Announce(1, 1, removed=True)]
+    assert driver.on(Leave("b", 30.0)) == [Announce(1, 1, Change(removed=True))]
     driver.on(*waits(1, 0, 1, 2), after_s=1.0)
-    actions = driver.tick()
-    assert of(Kill, actions) == [Kill(2), Kill(3)]
+    assert driver.tick() == [Kill(2), Kill(3), WriteSeats(2, (0, 1))]  # the host may be gone by now
     assert driver.now_s == 130.0
-    assert driver.on(killed(2), killed(3)) == [Disconnect("b"), WriteSeats(2, (0, 1))]
+    assert driver.on(killed(2), killed(3)) == [Disconnect("b")]
     assert driver.state.hosts["b"].free_s > driver.now_s
 
 
 def test_the_only_host_takes_the_job_with_it() -> None:
     driver = running(2, keeps=True)
-    assert driver.on(Leave("h", 30.0, "SIGTERM")) == [Announce(1, 1, leave=True)]
+    assert driver.on(Leave("h", 30.0, "SIGTERM")) == [Announce(1, 1, Change(leave=True))]
     assert driver.words == "the job has to end within 30 s (SIGTERM)"
 
 
