@@ -1,7 +1,8 @@
-"""Signal handlers that end a call of this process by an exception, once the call is where the test wants it."""
+"""Signal handlers that come to a call of this process, and may end it by an exception, where the test wants it."""
 
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -31,6 +32,32 @@ def interrupt(
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, _pass_over)  # the default would end the process by one that is still under way
+
+
+def do_at(call: Callable[[], Any], at: int, handler: Callable[[], None], behind: Collection[str] = ()) -> bool:
+    """Calls, and does ``handler()`` at the ``at``-th place of horo at which signal handlers may run.
+
+    Python runs them where a function begins and where one of C has returned, which a profiler is told of. ``behind``:
+    only places after one of these functions of C has returned. Returns whether there are so many.
+    """
+    left = at
+    has_begun = not behind
+
+    def look(frame: Any, event: str, what: Any) -> None:
+        nonlocal left, has_begun
+        has_begun |= event == "c_return" and what.__name__ in behind
+        if has_begun and event in {"call", "c_return"} and "/horo/" in frame.f_code.co_filename:
+            left -= 1
+            if left < 0:
+                sys.setprofile(None)
+                handler()
+
+    sys.setprofile(look)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return left < 0
 
 
 def _pass_over(*_: object) -> None:

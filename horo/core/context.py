@@ -368,7 +368,7 @@ class Context(Pairs):
         taken = taken or TakenResult(self.size)
         if not taken.is_there():
             status = lib.horo_take_result(self._context, handle, index, taken.data, taken.bytes, taken.first_dims)
-            if status != lib.HORO_OK:
+            if status != lib.HORO_OK and not taken.is_there():  # else a signal handler has taken it in between
                 raise error_from_status(STATUS_NAMES[status], self._message(handle))
         return taken.buffer(), taken.extents()
 

@@ -6,9 +6,8 @@ from typing import Any
 
 from horo.core.binding import ffi, lib
 from horo.core.log_lines import LogLines
-from horo.core.request_buffer import Tensor, pack
-from horo.core.words import STATUS_NAMES, error_buffer
-from horo.errors import error_from_status
+from horo.core.request_buffer import RequestBuffer, Tensor, pack
+from horo.core.words import error_buffer
 
 __all__ = ["Pairs"]
 
@@ -19,7 +18,9 @@ class Pairs:
     _context: Any
     log_lines: LogLines
 
-    def send(self, tensor: Tensor, peer: int, tag: int = 0, *, sync: bool = False) -> int:
+    def send(
+        self, tensor: Tensor, peer: int, tag: int = 0, *, sync: bool = False, buffer: RequestBuffer | None = None
+    ) -> int:
         """Sends the input of a tensor in host memory to another rank; never blocks.
 
         Args:
@@ -28,6 +29,7 @@ class Pairs:
             peer: Who receives it.
             tag: 0 to 2^31 - 1. Sends to one rank with one tag are received in their order.
             sync: the calling thread waits for it next.
+            buffer: its ``last_handle`` receives the handle before a signal handler can run.
 
         Returns:
             A handle, as from ``submit``.
@@ -36,30 +38,28 @@ class Pairs:
             UsageError: no such rank, this rank, or no such tag.
             HoroError: as ``submit``. The request fails with MismatchError if the receiver has another dtype or count.
         """
-        return self._begin(lib.horo_send, tensor, peer, tag, sync)
+        return self._begin(lib.horo_send, tensor, (peer, tag), sync, buffer)
 
-    def receive(self, tensor: Tensor, peer: int | None, tag: int = 0, *, sync: bool = False) -> int:
+    def receive(
+        self, tensor: Tensor, peer: int | None, tag: int = 0, *, sync: bool = False, buffer: RequestBuffer | None = None
+    ) -> int:
         """Receives into the output of a tensor what another rank sends with this tag; the rest as of ``send``.
 
         Args:
             peer: Who sends it; None: whoever does so first.
         """
-        return self._begin(lib.horo_receive, tensor, -1 if peer is None else peer, tag, sync)
+        return self._begin(lib.horo_receive, tensor, (-1 if peer is None else peer, tag), sync, buffer)
 
     def source(self, handle: int) -> int:
-        """The rank whose send the receive of this handle has taken; before ``release``.
+        """The rank whose send a receive has taken, before ``release``; negative if the handle is none of a receive."""
+        return int(lib.horo_source(self._context, handle))
 
-        Raises:
-            UsageError: it is no handle of a receive that has ended well.
-        """
-        rank = int(lib.horo_source(self._context, handle))
-        if rank < 0:
-            raise error_from_status(STATUS_NAMES[rank], f"Handle {handle} is none of a receive that has ended well.")
-        return rank
-
-    def _begin(self, function: Any, tensor: Tensor, peer: int, tag: int, sync: bool) -> int:
-        handle, error, memory = ffi.new("int64_t *"), error_buffer(), pack([tensor])
+    def _begin(
+        self, function: Any, tensor: Tensor, place: tuple[int, int], sync: bool, buffer: RequestBuffer | None
+    ) -> int:
+        handle = ffi.new("int64_t *") if buffer is None else buffer.handle_out
+        error, memory = error_buffer(), pack([tensor])
         native, flags = ffi.cast("horo_tensor *", memory), lib.HORO_SUBMIT_SYNC if sync else 0
-        status = function(self._context, native, peer, tag, flags, handle, error, lib.HORO_MESSAGE_MAX)
+        status = function(self._context, native, *place, flags, handle, error, lib.HORO_MESSAGE_MAX)
         self.log_lines.check(status, error)
         return int(handle[0])

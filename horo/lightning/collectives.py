@@ -67,9 +67,15 @@ def gather(tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) ->
     Args:
         tensor: Of any shape.
         group: A process set; None: all ranks.
-        sync_grads: Whether gradients go through it, to the ranks that the values came from.
+        sync_grads: Whether gradients go through it: that of a rank's tensor is the sum of what all ranks have for it.
     """
     if not hvd.is_initialized():
         return tensor
+    process_set = process_set_of(group)
     with nullcontext() if sync_grads else torch.no_grad():
-        return hvd.allgather(tensor.unsqueeze(0), process_set=process_set_of(group))
+        gathered = hvd.allgather(tensor.unsqueeze(0), process_set=process_set)
+    if gathered.requires_grad:
+        count = len(gathered)
+        scale: Any = gathered.register_hook  # torch has no types for it
+        scale(lambda gradient: gradient * count)  # horo's own is the mean, as Horovod's
+    return gathered

@@ -113,10 +113,10 @@ class NeptuneLogs(Base):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Logs how training has ended; the run stays open for what the script logs afterwards."""
+        """Logs how training has ended, to the disk at once. The run stays open for what the script logs afterwards."""
         if self._run is not None and status:
             self._run[f"{self._prefix}/status"] = status
-            self._run.wait()
+            self._run.wait(disk_only=True)  # without, it waits for a server, for ever where that does not answer
 
     def __getstate__(self) -> dict[str, Any]:
         if not self._own:

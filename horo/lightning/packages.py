@@ -44,6 +44,7 @@ def make_classes(module: str, trainer: str, fabric: str) -> tuple[dict[str, Any]
     for strategy, launcher in (("HoroStrategy", "TrainerLauncher"), ("HoroFabricStrategy", "FabricLauncher")):
         made[strategy].environment_class, made[strategy].launcher_class = made["HoroEnvironment"], made[launcher]
         made[launcher].states_class = launchers[1]._GlobalStateSnapshot
+    made["HoroStrategy"].reset_seed = staticmethod(import_module(f"{fabric}.utilities.seed").reset_seed)
     experiment = import_module(f"{fabric}.loggers.logger").rank_zero_experiment(NeptuneLogs.make_run)
     made["NeptuneLogger"].experiment = property(experiment)
     for connector in (
@@ -51,6 +52,7 @@ def make_classes(module: str, trainer: str, fabric: str) -> tuple[dict[str, Any]
         import_module(f"{fabric}.connector")._Connector,
     ):
         _leave_places_to_horo(connector, made["HoroEnvironment"])
+    _allow_compiled_modules(import_module(f"{trainer}.trainer.trainer"))
     return made, (trainers.StrategyRegistry, fabrics.STRATEGY_REGISTRY)
 
 
@@ -66,3 +68,14 @@ def _leave_places_to_horo(connector: Any, environment_class: Any) -> None:
         return environment_class() if self._strategy_flag in NAMES else choose(self)
 
     connector._choose_and_init_cluster_environment = chosen
+
+
+def _allow_compiled_modules(module: Any) -> None:
+    """Has ``Trainer.fit`` take what ``torch.compile`` returns with our strategy: Lightning has a list of its own."""
+    verify = module._verify_strategy_supports_compile
+
+    def verified(model: Any, strategy: Any) -> None:
+        if not isinstance(strategy, TrainerStrategy):
+            verify(model, strategy)
+
+    module._verify_strategy_supports_compile = verified

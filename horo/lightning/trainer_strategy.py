@@ -44,6 +44,7 @@ class TrainerStrategy(Member):
     """
 
     strategy_name = "horo"
+    reset_seed: Any
     _layer_sync: Any
     model: Any
 
@@ -72,6 +73,11 @@ class TrainerStrategy(Member):
     def set_world_ranks(self) -> None:
         """Comes into the job; Lightning calls it when the Trainer is made, so that the first log is of one rank."""
         self.join_job()
+
+    def setup_environment(self) -> None:
+        """Chooses the device, and begins the random numbers of ``seed_everything`` anew, as Lightning's strategies."""
+        super().setup_environment()
+        self.reset_seed()
 
     def setup(self, trainer: Any) -> None:
         """Makes layers, parameters and optimizers ready; blocks until all ranks are here."""

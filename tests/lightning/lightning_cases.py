@@ -129,6 +129,19 @@ def case_ranks_learn_as_one_process(_: Path) -> None:
     check_equals_one_process()
 
 
+def case_random_numbers_of_a_fit_are_those_of_the_seed_on_all_ranks(_: Path) -> None:
+    class Drawing(Module):
+        def setup(self, stage: str) -> None:
+            self.drawn = torch.rand(1)
+
+    module = Drawing()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PL_GLOBAL_SEED", "7")  # as seed_everything(7) does
+        torch.rand(1 + hvd.rank())
+        fit(module, max_epochs=1)
+    assert module.drawn == torch.rand(1, generator=torch.Generator().manual_seed(7))
+
+
 def case_each_sample_is_of_one_rank(_: Path) -> None:
     class Taking(Module):
         def training_step(self, batch: Any, number: int) -> torch.Tensor:
@@ -142,6 +155,12 @@ def case_each_sample_is_of_one_rank(_: Path) -> None:
 
 def case_accumulation_and_clipping_are_those_of_one_process(_: Path) -> None:
     check_equals_one_process(accumulate_grad_batches=2, gradient_clip_val=0.5)
+
+
+def case_a_compiled_module_learns_as_one_process(_: Path) -> None:
+    module = Module()
+    fit(torch.compile(module, backend="eager"))
+    torch.testing.assert_close(values(module.parameters()), values(alone().parameters()), rtol=1e-5, atol=1e-6)
 
 
 def case_old_name_and_an_object_with_options_select_the_strategy(_: Path) -> None:
@@ -409,6 +428,9 @@ def case_fabric_learns_as_one_process(folder: Path) -> None:
     assert fabric.all_gather(own).tolist() == [[0.0], [1.0]]
     assert fabric.all_reduce(own, reduce_op="sum") is own
     assert own == 1
+    own = torch.ones(1, requires_grad=True)
+    (fabric.all_gather(own, sync_grads=True).sum() * (1.0 + hvd.rank())).backward()
+    assert own.grad == 1 + 2  # of the losses of both ranks
     assert fabric.broadcast({"from": hvd.rank()}, src=1) == {"from": 1}
     fabric.save(folder / "fabric.ckpt", {"net": net, "optimizer": optimizer, "step": 4})
     assert [file.name for file in folder.iterdir()] == ["fabric.ckpt"]

@@ -47,8 +47,8 @@ class Run(dict[str, Any]):
         self[name] = Field()
         return self[name]
 
-    def wait(self) -> None:
-        self["waited"] = True
+    def wait(self, *, disk_only: bool = False) -> None:
+        self["waited"] = disk_only
 
 
 class Field(list[Any]):

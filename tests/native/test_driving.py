@@ -1,5 +1,6 @@
 """The background thread of a rank that other hosts need leaves the driving to callers, and serves when none come."""
 
+import os
 import select
 import socket
 import threading
@@ -15,6 +16,7 @@ from test_link import framed
 
 from horo.core import context
 from horo.core.context import Context
+from horo.core.setup import Setup
 
 SUM = context.REDUCE_OPS["sum"]
 CALLS, TURNS, LIMIT_S = 20, 15, 30
@@ -97,6 +99,32 @@ def test_a_caller_finds_an_idle_leader_ready_to_be_driven() -> None:
     with Group([1, 1]) as group:
         group.run(add)
         assert [min(wakes) for wakes in group.run(body)] == [0, 0]  # of the first the thread may still be awake
+
+
+def test_whoever_drives_cannot_take_away_what_wakes_the_thread() -> None:
+    """The driver takes what comes to the descriptor of its rank, so here nothing of that comes to the thread."""
+    silent: list[socket.socket] = []
+
+    def rewire(setups: list[Setup]) -> list[Setup]:
+        mine, far = socket.socketpair()  # what is written to one end is read at the other
+        mine.setblocking(False)
+        silent.append(far)
+        (wake,) = setups[0].wake_fds
+        os.dup2(mine.fileno(), wake, inheritable=False)
+        mine.close()
+        return setups
+
+    def body(rank: Rank) -> None:
+        team = [rank.context.add_team([member]) for member in range(2)][rank.rank]
+        for turn in range(7):
+            rank.barrier()
+            time.sleep(0.01 * 2**turn)  # until the thread sleeps on descriptors, which on a busy machine takes a while
+            handle = rank.submit("barrier", "alone", [], team=team)
+            wait_for(lambda: rank.context.succeeded(handle))  # noqa: B023
+            rank.finish(handle)
+
+    with Group([1, 1], rewire=rewire) as group:
+        group.run(body)
 
 
 class Child:

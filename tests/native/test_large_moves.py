@@ -2,6 +2,7 @@
 
 import itertools
 
+import native_build
 import numpy as np
 import pytest
 from ranks import NUMPY_OF_DTYPE, Group, Rank, on_ranks, recorded_stderr, run_ranks
@@ -146,6 +147,7 @@ def numbers(dtype: str, rows: int, seed: int) -> np.ndarray:
 @pytest.mark.parametrize("dtype", sorted(NUMPY_OF_DTYPE))
 def test_the_bits_are_those_of_an_allreduce(hosts: list[int], dtype: str) -> None:
     ops = ["sum", "min", "max", "product", *(["average"] if dtype != "bool" else [])]
+    ops = ops[:1] if native_build.FLAVOUR else ops  # no sanitizer looks at numbers
 
     def body(rank: Rank) -> None:
         for op, rows in itertools.product(ops, (1, rank.size, 1000, 20_001)):

@@ -240,8 +240,7 @@ def test_calls_that_name_no_other_rank_or_no_tag_are_refused(rank: Rank) -> None
     with pytest.raises(UsageError, match="rank -1 does not exist"):
         rank.send(array, -1)
     handle = rank.submit("barrier", "b", [])
-    with pytest.raises(UsageError, match="none of a receive"):
-        rank.context.source(handle)
+    assert rank.context.source(handle) < 0
     rank.finish(handle)
 
 

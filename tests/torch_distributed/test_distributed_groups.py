@@ -315,6 +315,22 @@ def test_an_operation_that_is_late_ends_the_group_on_all_ranks_and_the_late_rank
     stop_waiting(timedelta(seconds=1), call, by_options=by_options)
 
 
+@on("group2")
+def test_what_ends_a_group_is_its_timeout_and_not_that_of_stalls() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HORO_STALL_CHECK_TIME_SECONDS", "0.1")
+        patch.setenv("HORO_STALL_SHUTDOWN_TIME_SECONDS", "0.1")
+        group = dist.new_group(timeout=timedelta(seconds=1))
+    if dist.get_rank() == 0:
+        with pytest.raises(TimeoutError, match=r"rank 1 \(.*\) has not called barrier"):
+            dist.barrier(group)
+    else:
+        while (error := group._exchange.job.context.health()) is None:  # as one that computes
+            time.sleep(0.01)
+        assert "has not called barrier" in str(error)
+    dist.destroy_process_group(group)
+
+
 def lose(victim: int) -> str:
     """Awaits, in all ways, what a rank that is killed does not do."""
     works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(3)] if dist.get_rank() != victim else []

@@ -26,6 +26,7 @@ __all__ = [
     "code_of_hooked_step",
     "end_event",
     "end_event_with",
+    "fail_future",
     "forgets_works",
     "has_step_hooks",
     "is_autograd_compiled",
@@ -61,6 +62,7 @@ PRIVATE_NAMES = {
     "torch.autograd.profiler._is_profiler_enabled": "the profiler shows no spans",
     "torch.autograd._record_function_with_args_enter": "the profiler shows no operations of torch.distributed",
     "torch.autograd._record_function_with_args_exit": "likewise",
+    "torch._C.Future._set_unwrap_func": "none: every torch has it",
     "torch.optim.Optimizer.profile_hook_step": "a step that has lost its hooks does not get them again",
     "torch.optim.SGD.step.hooked": "each optimizer counts as one with hooks",
     "torch.optim.SGD._optimizer_step_pre_hooks": "likewise",
@@ -209,6 +211,26 @@ def end_event_with(event: Any, future: torch.futures.Future[Any]) -> Any:
 def forgets_works() -> bool:
     """Whether C++ that gets a work of a group in Python does not keep the Python half of it."""
     return tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2]) < (2, 7)
+
+
+class _Failure:
+    """The value of a future that has failed. C++ of torch pickles it for its tensors, and raises what that raises."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __reduce__(self) -> Any:
+        raise self._error
+
+
+def fail_future(future: torch.futures.Future[Any], error: Exception) -> None:
+    """Ends a future by an error. After torch's own ``set_exception`` DDP crashes: its C++ takes tensors out of that."""
+
+    def fail(_: _Failure) -> None:
+        raise error
+
+    future._set_unwrap_func(fail)
+    future.set_result(_Failure(error))
 
 
 # -- optimizers ----------------------------------------------------------------------------------------------------

@@ -69,7 +69,10 @@ def open_job(options: Any) -> RunningRank | None:
         return None
     config = read_config(environment(), {})
     config = replace(
-        config, start_timeout_s=max(config.start_timeout_s, options.timeout.total_seconds()), autotune=False
+        config,
+        start_timeout_s=max(config.start_timeout_s, options.timeout.total_seconds()),
+        stall_shutdown_time_s=0.0,  # each collective has the timeout of the group, which may be longer
+        autotune=False,
     )
     prepare_log(config.log_level, rank)
     host = own.hostname or socket.gethostname()

@@ -187,7 +187,7 @@ class Exchange:
         if is_async:
             spans = pending.memory.hold_back(tensors)
             end = None if after is None else lambda _: after()
-            return HoroWork(pending, pending.core.submit(buffer), tensors, results, end, spans=spans)
+            return self._work(pending.core.submit, buffer, tensors, results, end, spans=spans)
         if pending.memory:
             pending.memory.hold_back(tensors)
         try:
@@ -200,11 +200,32 @@ class Exchange:
         count_change(results)
         return DONE
 
-    def gather_rows(self, rows: Sequence[torch.Tensor], finish: Callable[[Sequence[Gathered]], None], opts: Any) -> Any:
-        """Gathers rows of all ranks, of any number each; ``finish`` gets them when they are there."""
+    def _work(
+        self,
+        begin: Callable[[RequestBuffer], object],
+        buffer: RequestBuffer,
+        tensors: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        after: Callable[[int], int | HoroError | None] | None,
+        *,
+        spans: Sequence[tuple[int, int]] = (),
+    ) -> HoroWork:
+        """Has the core begin an operation on ``tensors``, whose handle it writes into the buffer."""
+        pending: Any = self.pending
+        buffer.last_handle[0] = 0
+        try:
+            begin(buffer)
+            return HoroWork(pending, buffer.last_handle[0], tensors, results, after, spans=spans)
+        except BaseException:  # of a signal handler, perhaps: then the request goes on
+            if handle := buffer.last_handle[0]:
+                pending.core.release_or_keep(handle, tensors)
+            raise
+
+    def gather_rows(self, rows: Sequence[torch.Tensor], finish: Callable[..., HoroError | None], opts: Any) -> Any:
+        """Gathers rows of all ranks, of any number each; ``finish`` gets them as ``Gathered`` when they are there."""
         return recorded(self.recorded_as, "sparse_all_reduce", rows, lambda: self._gather_rows(rows, finish, opts))
 
-    def _gather_rows(self, rows: Sequence[torch.Tensor], finish: Callable[..., None], opts: Any) -> Any:
+    def _gather_rows(self, rows: Sequence[torch.Tensor], finish: Callable[..., HoroError | None], opts: Any) -> Any:
         self.check_open()
         if self.pending is None:
             finish([Gathered(each, [len(each)]) for each in rows])
@@ -212,12 +233,13 @@ class Exchange:
         tensors = [context.Tensor(each.data_ptr(), 0, each.shape, DTYPES[each.dtype]) for each in rows]
         core = self.pending.core
         buffer = RequestBuffer.of(OPS["allgather"], None, tensors, timeout_ms=self._timeout_of(opts))
+        taken = [context.TakenResult(core.size) for _ in rows]
 
-        def take(handle: int) -> None:
-            taken = (core.take_result(handle, index) for index in range(len(rows)))
-            finish([gathered(*each, tensor) for each, tensor in zip(taken, rows, strict=True)])
+        def take(handle: int) -> HoroError | None:
+            found = (core.take_result(handle, index, each) for index, each in enumerate(taken))
+            return finish([gathered(*each, tensor) for each, tensor in zip(found, rows, strict=True)])
 
-        work = HoroWork(self.pending, core.submit(buffer), rows, (), take)
+        work = self._work(core.submit, buffer, rows, (), take)
         if not getattr(opts, "asyncOp", True):
             work.wait()
         return work
@@ -231,10 +253,13 @@ class Exchange:
         pending = self._core("send")
         tensor = context.Tensor(source.data_ptr(), source.data_ptr(), (source.numel(),), DTYPES[source.dtype])
 
-        def begin() -> HoroWork:
-            return HoroWork(pending, pending.core.send(tensor, peer, tag), [source], (), None)
+        def begin(buffer: RequestBuffer) -> None:
+            pending.core.send(tensor, peer, tag, buffer=buffer)
 
-        return recorded(self.recorded_as, "send", [source], begin)
+        def work() -> HoroWork:
+            return self._work(begin, RequestBuffer(), [source], (), None)
+
+        return recorded(self.recorded_as, "send", [source], work)
 
     def receive(
         self,
@@ -254,10 +279,13 @@ class Exchange:
                 after()
             return core.source(handle)
 
-        def begin() -> HoroWork:
-            return HoroWork(pending, core.receive(tensor, peer, tag), [target], results, finish)
+        def begin(buffer: RequestBuffer) -> None:
+            core.receive(tensor, peer, tag, buffer=buffer)
 
-        return recorded(self.recorded_as, "recvAnySource" if peer is None else "recv", [target], begin)
+        def work() -> HoroWork:
+            return self._work(begin, RequestBuffer(), [target], results, finish)
+
+        return recorded(self.recorded_as, "recvAnySource" if peer is None else "recv", [target], work)
 
     def _core(self, what: str) -> Pending:
         self.check_open()

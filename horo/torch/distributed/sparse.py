@@ -29,20 +29,21 @@ def entries_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [indices.t().contiguous(), sparse_values(tensor).detach().contiguous(), shape]
 
 
-def put_together(tensor: torch.Tensor, size: int, *, averages: bool) -> Callable[[Sequence[Gathered]], None]:
-    """A function that writes the sum of the entries of all ranks into ``tensor``, coalesced."""
+def put_together(tensor: torch.Tensor, size: int, *, averages: bool) -> Callable[..., MismatchError | None]:
+    """A function that writes the sum of the entries of all ranks into ``tensor``, coalesced, or returns an error."""
 
-    def finish(gathered: Sequence[Gathered]) -> None:
+    def finish(gathered: Sequence[Gathered]) -> MismatchError | None:
         indices, values, shapes = (each.tensor for each in gathered)
         first, *others = shapes.tolist()
         for rank, other in enumerate(others, 1):
             if other != first:
-                raise MismatchError(
+                return MismatchError(
                     f"all_reduce: rank 0 gave a sparse tensor of shape {first[1:]} with {first[0]} sparse dimensions, "
                     f"rank {rank} one of shape {other[1:]} with {other[0]}"
                 )
         total = torch.sparse_coo_tensor(indices.t(), values, tuple(first[1:]), check_invariants=True).coalesce()
         with torch.no_grad():
             tensor.copy_(total / size if averages else total)
+        return None
 
     return finish
