@@ -27,7 +27,7 @@ from horo.torch.engine.results import Gathered, gathered
 __all__ = ["Exchange", "GroupCall", "writable"]
 
 _PLAIN = Reduction(0)
-_TIMEOUT_MAX_MS = 2**31 - 1
+_TIMEOUT_MAX_MS = _TAG_MAX = 2**31 - 1
 _UNSET = timedelta(milliseconds=-1)
 """torch's word for the timeout of the group, in the options of a call."""
 _OTHERS_S = 60.0
@@ -289,7 +289,7 @@ class Exchange:
 
     def send(self, source: torch.Tensor, peer: int, tag: int) -> Any:
         """Begins to send to a rank."""
-        pending = self._core("send")
+        pending = self._core("send", tag)
         tensor = context.Tensor(source.data_ptr(), source.data_ptr(), (source.numel(),), DTYPES[source.dtype])
 
         def begin(buffer: RequestBuffer) -> None:
@@ -309,7 +309,7 @@ class Exchange:
         after: Callable[[], None] | None,
     ) -> Any:
         """Begins to receive from a rank; None: from any. ``after`` moves what has come to ``results``."""
-        pending = self._core("recv")
+        pending = self._core("recv", tag)
         tensor = context.Tensor(target.data_ptr(), target.data_ptr(), (target.numel(),), DTYPES[target.dtype])
         core = pending.core
 
@@ -326,10 +326,12 @@ class Exchange:
 
         return recorded(self.recorded_as, "recvAnySource" if peer is None else "recv", [target], work)
 
-    def _core(self, what: str) -> Pending:
+    def _core(self, what: str, tag: int) -> Pending:
         self.check_open()
         if self.pending is None:
             raise UsageError(f"{what}: {self._what} has one rank only")
+        if not 0 <= tag <= _TAG_MAX:
+            raise UsageError(f"{what}: tag {tag}; tags are 0 to {_TAG_MAX}")
         self._has_paired = True
         return self.pending
 

@@ -413,10 +413,10 @@ def _check_list(listed: Sequence[Any], size: int, what: str) -> None:
 def _check_parts(parts: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], size: int, what: str) -> None:
     for part, whole in zip(parts, wholes, strict=True):
         if part.numel() * size != whole.numel() or part.dtype != whole.dtype:
-            raise UsageError(
-                f"{what}: in a group of {size} ranks, {list(whole.shape)} {whole.dtype} is not {size} times "
-                f"{list(part.shape)} {part.dtype}"
-            )
+            one, other = f"{list(whole.shape)} {whole.dtype}", f"{list(part.shape)} {part.dtype}"
+            if size == 1:
+                raise UsageError(f"{what}: {one} and {other} must be alike")
+            raise UsageError(f"{what}: in a group of {size} ranks, {one} is not {size} times {other}")
 
 
 def _splits(tensor: torch.Tensor, splits: Sequence[int], size: int, which: str) -> list[int]:
