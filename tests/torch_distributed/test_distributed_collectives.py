@@ -269,6 +269,13 @@ def test_what_does_not_fit_is_refused_before_it_is_begun() -> None:
         dist.all_to_all_single(torch.ones(4), torch.ones(5))
     with pytest.raises(ValueError, match=r"input splits \[1, 1\] are not one number of rows"):
         dist.all_to_all_single(torch.ones(4), torch.ones(4), [2, 2], [1, 1])
+    with pytest.raises(ValueError, match=r"send: tag 2147483648; tags are 0 to 2147483647"):
+        dist.send(torch.ones(1), 1 - dist.get_rank(), tag=2**31)
+    with pytest.raises(ValueError, match=r"recv: tag 2147483648; tags are 0 to 2147483647"):
+        dist.recv(torch.ones(1), tag=2**31)
+    if dist.get_rank() == 0:
+        with pytest.raises(ValueError, match=r"scatter: \[2\] torch.float32 and \[3\] torch.float32 must be alike"):
+            dist.scatter(torch.ones(3), [torch.ones(2)] * 2)
     dist.barrier()
 
 
