@@ -19,7 +19,7 @@ class Pairs:
     _context: Any
     log_lines: LogLines
 
-    def send(self, tensor: Tensor, peer: int, tag: int = 0, *, sync: bool = False) -> int:
+    def send(self, tensor: Tensor, peer: int, tag: int = 0, *, sync: bool = False, timeout_ms: int = 0) -> int:
         """Sends the input of a tensor in host memory to another rank; never blocks.
 
         Args:
@@ -28,6 +28,7 @@ class Pairs:
             peer: Who receives it.
             tag: 0 to 2^31 - 1. Sends to one rank with one tag are received in their order.
             sync: the calling thread waits for it next.
+            timeout_ms: ends the group, with TimeoutError, if it is not done by then; 0: never.
 
         Returns:
             A handle, as from ``submit``.
@@ -36,15 +37,19 @@ class Pairs:
             UsageError: no such rank, this rank, or no such tag.
             HoroError: as ``submit``. The request fails with MismatchError if the receiver has another dtype or count.
         """
-        return self._begin(lib.horo_send, tensor, peer, tag, sync)
+        return self._begin(lib.horo_send, tensor, peer, tag, sync=sync, timeout_ms=timeout_ms)
 
-    def receive(self, tensor: Tensor, peer: int | None, tag: int = 0, *, sync: bool = False) -> int:
+    def receive(
+        self, tensor: Tensor, peer: int | None, tag: int = 0, *, sync: bool = False, timeout_ms: int = 0
+    ) -> int:
         """Receives into the output of a tensor what another rank sends with this tag; the rest as of ``send``.
 
         Args:
             peer: Who sends it; None: whoever does so first.
         """
-        return self._begin(lib.horo_receive, tensor, -1 if peer is None else peer, tag, sync)
+        return self._begin(
+            lib.horo_receive, tensor, -1 if peer is None else peer, tag, sync=sync, timeout_ms=timeout_ms
+        )
 
     def source(self, handle: int) -> int:
         """The rank whose send the receive of this handle has taken; before ``release``.
@@ -57,9 +62,9 @@ class Pairs:
             raise error_from_status(STATUS_NAMES[rank], f"Handle {handle} is none of a receive that has ended well.")
         return rank
 
-    def _begin(self, function: Any, tensor: Tensor, peer: int, tag: int, sync: bool) -> int:
+    def _begin(self, function: Any, tensor: Tensor, peer: int, tag: int, *, sync: bool, timeout_ms: int) -> int:
         handle, error, memory = ffi.new("int64_t *"), error_buffer(), pack([tensor])
         native, flags = ffi.cast("horo_tensor *", memory), lib.HORO_SUBMIT_SYNC if sync else 0
-        status = function(self._context, native, peer, tag, flags, handle, error, lib.HORO_MESSAGE_MAX)
+        status = function(self._context, native, peer, tag, flags, timeout_ms, handle, error, lib.HORO_MESSAGE_MAX)
         self.log_lines.check(status, error)
         return int(handle[0])
