@@ -291,12 +291,12 @@ def stop_waiting(timeout: timedelta, call: str, *, by_options: bool) -> None:
         options.timeout = timeout
     else:
         group._set_default_timeout(timeout)
+    began = time.monotonic()  # before any rank begins what will be late
     dist.barrier()
     if dist.get_rank() != 1:
-        began = time.monotonic()
         with pytest.raises(TimeoutError, match=rf"rank 1 \(.*\) has not called {call} .* within the timeout of 1 s"):
             begin(group, options).wait()
-        assert 0.99 <= time.monotonic() - began < 5
+        assert 0.99 <= time.monotonic() - began < 30
         with pytest.raises(TimeoutError, match="rank 1 "):
             dist.all_reduce(torch.ones(1))
     else:
