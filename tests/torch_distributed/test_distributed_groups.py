@@ -284,19 +284,33 @@ def test_a_wait_that_is_over_leaves_the_operation_in_progress() -> None:
         dist.all_reduce(torch.ones(1))
 
 
-def stop_waiting(timeout: timedelta, *, by_options: bool) -> None:
+CALLS = {
+    "barrier": lambda group, options: group.barrier(options),
+    "allreduce": lambda group, options: group.allreduce([torch.ones(1)], options),
+    "allgather": lambda group, options: group._allgather_base(torch.ones(3), torch.ones(1), options),
+    "gather": lambda group, options: group.gather(
+        [[torch.ones(1)] * 3] * (group.rank() == 0), [torch.ones(1)], options
+    ),
+}
+
+
+def stop_waiting(timeout: timedelta, call: str, *, by_options: bool) -> None:
     """Ranks 0 and 2 wait for rank 1, which calls nothing."""
-    options = dist.BarrierOptions()
+    group, begin = dist.distributed_c10d._get_default_group(), CALLS[call]
+    options = getattr(dist.distributed_c10d, call.capitalize() + "Options")()
+    if call == "gather":
+        options.rootRank = 0
+    begin(group, options).wait()
     if by_options:
         options.timeout = timeout
     else:
-        dist.distributed_c10d._get_default_group()._set_default_timeout(timeout)
+        group._set_default_timeout(timeout)
+    began = time.monotonic()  # before any rank begins what will be late
     dist.barrier()
     if dist.get_rank() != 1:
-        began = time.monotonic()
-        with pytest.raises(TimeoutError, match=r"rank 1 \(.*\) has not called barrier .* within the timeout of 1 s"):
-            dist.group.WORLD.barrier(options).wait()
-        assert 0.99 <= time.monotonic() - began < 5
+        with pytest.raises(TimeoutError, match=rf"rank 1 \(.*\) has not called {call} .* within the timeout of 1 s"):
+            begin(group, options).wait()
+        assert 0.99 <= time.monotonic() - began < 30
         with pytest.raises(TimeoutError, match="rank 1 "):
             dist.all_reduce(torch.ones(1))
     else:
@@ -307,9 +321,12 @@ def stop_waiting(timeout: timedelta, *, by_options: bool) -> None:
 
 
 @pytest.mark.parametrize("by_options", [False, True])
+@pytest.mark.parametrize("call", CALLS)
 @on("fresh_group3")
-def test_an_operation_that_is_late_ends_the_group_on_all_ranks_and_the_late_rank_is_named(by_options: bool) -> None:
-    stop_waiting(timedelta(seconds=1), by_options=by_options)
+def test_an_operation_that_is_late_ends_the_group_on_all_ranks_and_the_late_rank_is_named(
+    call: str, by_options: bool
+) -> None:
+    stop_waiting(timedelta(seconds=1), call, by_options=by_options)
 
 
 @on("group2")

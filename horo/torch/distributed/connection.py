@@ -80,7 +80,7 @@ def open_job(options: Any) -> RunningRank | None:
         "torchrun",
         rank,
         size,
-        f"{host}, rank {global_ranks[rank]} of the world" if global_ranks else host,
+        f"{host}, rank {global_ranks[rank]} of the world, group {options.group_id}" if global_ranks else host,
         job_id=f"torch.distributed/{options.group_id}",
         secret=own.secret,
     )

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as torch_distributed
 
 from horo.bootstrap.running_rank import RunningRank
 from horo.core import context
@@ -27,8 +28,10 @@ __all__ = ["Exchange", "GroupCall", "writable"]
 
 _PLAIN = Reduction(0)
 _TIMEOUT_MAX_MS = 2**31 - 1
+_UNSET = timedelta(milliseconds=-1)
+"""torch's word for the timeout of the group, in the options of a call."""
 _OTHERS_S = 60.0
-"""Longest wait at the end of a group for sends and receives of others."""
+"""Longest wait at the end of a group on several hosts for sends and receives of others."""
 _KEPT_MAX = 1000
 """Most keys with requests that a group keeps for later calls; each takes under 2 KiB."""
 _Tensor = torch.Tensor  # looked up once, not per call
@@ -54,8 +57,6 @@ class GroupCall(NamedTuple):
     """For an alltoall: rows of the input for each rank. The input has its own shape then."""
     key: Hashable = None
     """For ``Exchange.again``; None: the call has several tensors, or is not likely to come again."""
-    timeout_ms: int = 0
-    """0: that of the group."""
 
     def rows_of_core(self) -> list[context.Tensor]:
         """The tensors as the core takes them. Only the number of elements counts, so shapes are flat."""
@@ -83,7 +84,7 @@ class Exchange:
     """The ranks of one group, as far as this rank calls them."""
 
     def __init__(self, job: RunningRank | None, what: str, timeout: timedelta) -> None:
-        """``job``: None in a group of one rank. ``what``: the group, for messages. ``timeout``: of each collective."""
+        """``job``: None in a group of one rank. ``what``: the group, for messages. ``timeout``: of each call."""
         self.job = job
         self.pending = None if job is None else Pending(job.context)
         self._what = what
@@ -97,22 +98,23 @@ class Exchange:
         """The requests for each key of ``again`` that no thread is using; none in a group of one rank."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout of collectives that are begun from now on."""
+        """Sets the timeout of what is begun from now on."""
         self._timeout_ms = _milliseconds(timeout)
         self._kept.clear()
 
-    def again(self, key: tuple[Any, ...], source: torch.Tensor | None = None, target: Any = None) -> Any:
+    def again(self, key: tuple[Any, ...], opts: Any, source: torch.Tensor | None = None, target: Any = None) -> Any:
         """Does a call that ``do`` has done before, with other memory.
 
         Args:
             key: equal for calls that differ by their memory alone; its second item is whether the caller does not wait.
+            opts: torch's; a call with a timeout of its own is for ``do``.
             source: None: of a barrier.
             target: a tensor; None: the call is in place.
 
         Returns:
             As ``do``; None: there was no such call, or the tensors are for ``do`` to check.
         """
-        if self._closed or profiling._is_profiler_enabled:
+        if self._closed or profiling._is_profiler_enabled or getattr(opts, "timeout", _UNSET) != _UNSET:
             return None
         if self.pending is None:
             return self._again_alone(key, source, target)
@@ -165,7 +167,8 @@ class Exchange:
         self.check_open()
         is_async = getattr(opts, "asyncOp", True)
         may_keep = call.reduction.factor is None and not any(each.is_complex() for each in call.inputs)
-        # the key has no factor, a complex tensor may be conjugated lazily
+        may_keep &= getattr(opts, "timeout", _UNSET) == _UNSET
+        # the key has neither factor nor timeout, a complex tensor may be conjugated lazily
         if self.pending is None:
             _copy_alone(call)
             if call.after is not None:
@@ -183,7 +186,7 @@ class Exchange:
             root_rank=call.root,
             sync=not is_async,
             into=call.op in ("allgather", "alltoall"),
-            timeout_ms=call.timeout_ms or self._timeout_ms,
+            timeout_ms=self._timeout_of(opts),
         )
         work = self._begin(buffer, is_async, (*call.inputs, *call.outputs), call.results, call.after)
         # ``again`` may have left what is kept
@@ -268,7 +271,7 @@ class Exchange:
             return done(results)
         tensors = [context.Tensor(each.data_ptr(), 0, each.shape, DTYPES[each.dtype]) for each in rows]
         core = self.pending.core
-        buffer = RequestBuffer.of(OPS["allgather"], None, tensors, timeout_ms=self._timeout_ms)
+        buffer = RequestBuffer.of(OPS["allgather"], None, tensors, timeout_ms=self._timeout_of(opts))
         taken = [context.TakenResult(core.size) for _ in rows]
 
         def take(handle: int) -> HoroError | None:
@@ -280,13 +283,17 @@ class Exchange:
             work.wait()
         return work
 
+    def _timeout_of(self, opts: Any) -> int:
+        timeout = getattr(opts, "timeout", _UNSET)
+        return _milliseconds(timeout) if timeout > timedelta(0) else self._timeout_ms
+
     def send(self, source: torch.Tensor, peer: int, tag: int) -> Any:
         """Begins to send to a rank."""
         pending = self._core("send")
         tensor = context.Tensor(source.data_ptr(), source.data_ptr(), (source.numel(),), DTYPES[source.dtype])
 
         def begin(buffer: RequestBuffer) -> None:
-            pending.core.send(tensor, peer, tag, buffer=buffer)
+            pending.core.send(tensor, peer, tag, timeout_ms=self._timeout_ms, buffer=buffer)
 
         def work() -> HoroWork:
             return self._work(begin, RequestBuffer(), [source], (), None)
@@ -312,7 +319,7 @@ class Exchange:
             return core.source(handle)
 
         def begin(buffer: RequestBuffer) -> None:
-            core.receive(tensor, peer, tag, buffer=buffer)
+            core.receive(tensor, peer, tag, timeout_ms=self._timeout_ms, buffer=buffer)
 
         def work() -> HoroWork:
             return self._work(begin, RequestBuffer(), [target], results, finish)
@@ -347,7 +354,7 @@ class Exchange:
             return
         # a rank that fails is waited for by others, rather than the reverse
         is_well = isinstance(sys.exc_info()[1], (type(None), StopIteration, SystemExit))
-        if self._has_paired and is_well:
+        if self._has_paired and is_well and self.job is not None and len(self.job.hosts) > 1:
             self._await_others()
         self._closed = why
         if self.job is None or self.pending is None:
@@ -357,9 +364,11 @@ class Exchange:
         self.pending.give_up(AbortedError(f"{self._what}: {why}"))
 
     def _await_others(self) -> None:
-        """A rank that leaves ends the group for all, also for two with a send between them. So all leave at once."""
+        """A rank that leaves ends sends between hosts, which pass through the leaders. So all leave at once."""
+        opts = torch_distributed.BarrierOptions()
+        opts.timeout = timedelta(milliseconds=_TIMEOUT_MAX_MS)  # that of the group would end it
         with contextlib.suppress(HoroError):
-            work = self.do(GroupCall("barrier", [], [], []), None)
+            work = self.do(GroupCall("barrier", [], [], []), opts)
             work.wait(timedelta(seconds=_OTHERS_S))
 
 

@@ -24,7 +24,6 @@ from horo.torch.engine.operation import check_tensor
 __all__ = ["HoroProcessGroup"]
 
 _CPU = torch.device("cpu")
-_MILLISECOND = timedelta(milliseconds=1)
 
 _Base: Any = torch_distributed.ProcessGroup
 
@@ -119,7 +118,7 @@ class HoroProcessGroup(_Base):  # type: ignore[misc]
         opts = opts or torch_distributed.AllreduceOptions()
         tensor = tensors[0]
         key = ("allreduce", getattr(opts, "asyncOp", True), key_of(opts.reduceOp), tensor.dtype, tensor.numel())
-        if len(tensors) == 1 and (work := self._exchange.again(key, tensor)) is not None:
+        if len(tensors) == 1 and (work := self._exchange.again(key, opts, tensor)) is not None:
             return work
         if not is_for_horo(tensor):
             return self.other_devices.group(tensor.device).allreduce(tensors, opts)
@@ -159,7 +158,7 @@ class HoroProcessGroup(_Base):  # type: ignore[misc]
         opts = opts or torch_distributed.ReduceScatterOptions()
         is_async, op = getattr(opts, "asyncOp", True), key_of(opts.reduceOp)
         key = ("reducescatter", is_async, op, input.dtype, input.numel(), output.dtype, output.numel())
-        if (work := self._exchange.again(key, input, output)) is not None:
+        if (work := self._exchange.again(key, opts, input, output)) is not None:
             return work
         if not is_for_horo(output):
             return self.other_devices.group(output.device).reduce_scatter_single(output, input, opts)
@@ -193,7 +192,7 @@ class HoroProcessGroup(_Base):  # type: ignore[misc]
         opts = opts or torch_distributed.BroadcastOptions()
         tensor, root = tensors[0], opts.rootRank
         key = ("broadcast", getattr(opts, "asyncOp", True), root, tensor.dtype, tensor.numel())
-        if len(tensors) == 1 and (work := self._exchange.again(key, tensor)) is not None:
+        if len(tensors) == 1 and (work := self._exchange.again(key, opts, tensor)) is not None:
             return work
         if not is_for_horo(tensor):
             return self.other_devices.group(tensor.device).broadcast(tensors, opts)
@@ -236,7 +235,7 @@ class HoroProcessGroup(_Base):  # type: ignore[misc]
         """The input of rank i goes to part i of the output."""
         is_async = getattr(opts, "asyncOp", True)
         key = ("allgather", is_async, input.dtype, input.numel(), output.dtype, output.numel())
-        if (work := self._exchange.again(key, input, output)) is not None:
+        if (work := self._exchange.again(key, opts, input, output)) is not None:
             return work
         if not is_for_horo(output):
             return self.other_devices.group(output.device).all_gather_single(output, input, opts)
@@ -267,7 +266,7 @@ class HoroProcessGroup(_Base):  # type: ignore[misc]
         """
         is_async, splits = getattr(opts, "asyncOp", True), (*output_splits, *input_splits)
         key = ("alltoall", is_async, input.dtype, input.shape, output.dtype, output.shape, splits, len(input_splits))
-        if (work := self._exchange.again(key, input, output)) is not None:
+        if (work := self._exchange.again(key, opts, input, output)) is not None:
             return work
         if not is_for_horo(output):
             others = self.other_devices.group(output.device)
@@ -297,10 +296,9 @@ class HoroProcessGroup(_Base):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None) -> Any:
         """Done when all ranks have called it."""
-        timeout_ms = 0 if opts is None else max(0, opts.timeout // _MILLISECOND)  # -1: it is not set
-        key = ("barrier", getattr(opts, "asyncOp", True), timeout_ms)
-        call = GroupCall("barrier", [], [], [], key=key, timeout_ms=timeout_ms)
-        return self._exchange.again(key) or self._exchange.do(call, opts)
+        opts = opts or torch_distributed.BarrierOptions()
+        key = ("barrier", getattr(opts, "asyncOp", True))
+        return self._exchange.again(key, opts) or self._exchange.do(GroupCall("barrier", [], [], [], key=key), opts)
 
     # -- to and from one rank ------------------------------------------------------------------------------------------
 
