@@ -46,7 +46,7 @@ class Pairs:
             UsageError: no such rank, this rank, or no such tag.
             HoroError: as ``submit``. The request fails with MismatchError if the receiver has another dtype or count.
         """
-        return self._begin(lib.horo_send, tensor, (peer, tag), sync, timeout_ms, buffer)
+        return self._begin(lib.horo_send, tensor, (peer, tag, lib.HORO_SUBMIT_SYNC * sync, timeout_ms), buffer)
 
     def receive(
         self,
@@ -63,25 +63,19 @@ class Pairs:
         Args:
             peer: Who sends it; None: whoever does so first.
         """
-        place = (-1 if peer is None else peer, tag)
-        return self._begin(lib.horo_receive, tensor, place, sync, timeout_ms, buffer)
+        from_whom = -1 if peer is None else peer
+        return self._begin(lib.horo_receive, tensor, (from_whom, tag, lib.HORO_SUBMIT_SYNC * sync, timeout_ms), buffer)
 
     def source(self, handle: int) -> int:
         """The rank whose send a receive has taken, before ``release``; negative if the handle is none of a receive."""
         return int(lib.horo_source(self._context, handle))
 
     def _begin(
-        self,
-        function: Any,
-        tensor: Tensor,
-        place: tuple[int, int],
-        sync: bool,
-        timeout_ms: int,
-        buffer: RequestBuffer | None,
+        self, function: Any, tensor: Tensor, call: tuple[int, int, int, int], buffer: RequestBuffer | None
     ) -> int:
         handle = ffi.new("int64_t *") if buffer is None else buffer.handle_out
         error, memory = error_buffer(), pack([tensor])
-        native, flags = ffi.cast("horo_tensor *", memory), lib.HORO_SUBMIT_SYNC if sync else 0
-        status = function(self._context, native, *place, flags, timeout_ms, handle, error, lib.HORO_MESSAGE_MAX)
+        native = ffi.cast("horo_tensor *", memory)
+        status = function(self._context, native, *call, handle, error, lib.HORO_MESSAGE_MAX)
         self.log_lines.check(status, error)
         return int(handle[0])

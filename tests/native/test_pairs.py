@@ -367,6 +367,17 @@ def test_what_a_rank_that_leaves_has_sent_may_still_be_received(direct_bytes: in
         assert np.array_equal(got, content(3, got.size))
 
 
+def test_a_rank_waits_no_longer_for_its_sends_when_another_leaves_meanwhile() -> None:
+    with Group([3], stall_warning_ms=0) as group:
+        Rank(group.contexts[0]).send(np.zeros(9), 1)
+        leaving = threading.Thread(target=group.leave, args=(0,), daemon=True)
+        leaving.start()
+        wait_for(lambda: not group.contexts[0]._context)
+        group.leave(2)
+        leaving.join(60)
+        assert not leaving.is_alive()
+
+
 KILLED_BEHIND_THE_END = """
 import os, signal
 import numpy as np

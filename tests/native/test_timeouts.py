@@ -24,7 +24,7 @@ def fails(rank: Rank, name: str | None = "x", **options: object) -> str:
     handle = rank.submit("barrier", name, [], timeout_ms=TIMEOUT_MS, **options)  # type: ignore[arg-type]
     with pytest.raises(TimeoutError) as error:
         rank.finish(handle)
-    assert SECONDS - 0.01 <= time.monotonic() - began < LATE_S
+    assert time.monotonic() - began < LATE_S  # less than the timeout where another rank has called it before
     return str(error.value)
 
 

@@ -74,9 +74,10 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
             stop_waiting(engine);
         }
     }
-    const int64_t next_ns = waits ? leaving->grace_ns : HR_NEVER;
+    int64_t next_ns = waits ? leaving->grace_ns : HR_NEVER;
     const int flushes = engine->drive.stage == HR_STAGE_CLOSING || engine->drive.stage == HR_STAGE_ENDING;
-    return flushes && leaving->flush_ns > now_ns && leaving->flush_ns < next_ns ? leaving->flush_ns : next_ns;
+    next_ns = flushes && leaving->flush_ns > now_ns && leaving->flush_ns < next_ns ? leaving->flush_ns : next_ns;
+    return leaving->mail_ns > now_ns && leaving->mail_ns < next_ns ? leaving->mail_ns : next_ns;
 }
 
 /* ---- RUNNING ---- */
