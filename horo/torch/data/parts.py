@@ -45,7 +45,10 @@ class OrderPart(torch.utils.data.Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         own, self._own = self._own, None
         if own is None:
-            raise UsageError("hvd.shard: iterate over the loader, not over its sampler, which it begins in each epoch")
+            raise UsageError(
+                "hvd.shard: two iterators of a loader were made before a batch was taken from the first, or its "
+                "sampler was iterated over; take a batch from an iterator before you make the next one"
+            )
         yield from own
 
     def __len__(self) -> int:

@@ -358,7 +358,7 @@ hr_status hr_moves_handle(void *owner, const struct hr_mail_message *message, co
     struct hr_pairs *pairs = owner;
     struct hr_move_of_pair *move = NULL;
     if (pairs->requests->drive->stage != HR_STAGE_RUNNING && hr_mail_local_of(&pairs->mail, message->from) < 0) {
-        return HORO_OK; /* what it was for has failed */
+        return HORO_OK; /* its move has failed */
     }
     switch (message->kind) {
     case HR_MAIL_OFFER: return take_offer(pairs, message->from, message, data);
