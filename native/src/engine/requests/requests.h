@@ -82,7 +82,7 @@ void hr_requests_complete(struct hr_requests *requests, struct hr_request *const
 /* The same for one, with the lock held, by any thread, which wakes waiters. */
 void hr_requests_complete_locked(struct hr_requests *requests, struct hr_request *request, int status,
                                  const char *text);
-/* Fails what is pending with the end of the group, but for sends and receives (pairs.h); 1 if there was anything. */
+/* Fails everything pending, if there is anything, with the end of the group; 1 if there was. */
 int hr_requests_fail_all(struct hr_requests *requests);
 
 /* ---- Waiting ---- */
