@@ -33,7 +33,7 @@ def test_the_package_alone_says_what_a_script_imports(name: str) -> None:
 
 NOT_IN_MPI_OPS = """
 DistributedOptimizer Handle LearningRateWarmup MetricAverage ReduceOp SyncBatchNorm allgather_object average_buffers
-broadcast_object broadcast_optimizer_state broadcast_parameters config
+broadcast_object broadcast_optimizer_state broadcast_parameters config distribute no_sync shard stats
 """
 
 

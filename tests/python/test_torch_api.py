@@ -22,11 +22,12 @@ EXPORTS = (
     "allgather_async allgather_object allreduce allreduce_ allreduce_async allreduce_async_ alltoall alltoall_async "
     "average_buffers barrier broadcast broadcast_ broadcast_async broadcast_async_ broadcast_object "
     "broadcast_optimizer_state broadcast_parameters ccl_built config cross_rank cross_size cuda_built ddl_built "
-    "global_process_set gloo_built gloo_enabled grouped_allgather grouped_allgather_async grouped_allreduce "
+    "distribute global_process_set gloo_built gloo_enabled grouped_allgather grouped_allgather_async grouped_allreduce "
     "grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_ grouped_reducescatter "
     "grouped_reducescatter_async init is_homogeneous is_initialized join local_rank local_size mpi_built "
-    "mpi_enabled mpi_threads_supported nccl_built poll rank reducescatter reducescatter_async remove_process_set "
-    "rocm_built shutdown size sparse_allreduce_async start_timeline stats stop_timeline synchronize"
+    "mpi_enabled mpi_threads_supported nccl_built no_sync poll rank reducescatter reducescatter_async "
+    "remove_process_set rocm_built shard shutdown size sparse_allreduce_async start_timeline stats "
+    "stop_timeline synchronize"
 )
 
 REDUCE = "tensor average name op prescale_factor postscale_factor process_set"

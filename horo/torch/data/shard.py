@@ -33,7 +33,7 @@ def shard(
 
     The batch size stays that of each rank, so N ranks take N times as many samples per step: those that one process
     with batch *N b* takes. ``len()`` is the number of this rank's batches. Workers, ``collate_fn``, ``pin_memory`` and
-    the rest stay as they are, and so does the given loader. This call does not communicate.
+    the rest stay as they are, and so does the given loader. The call returns at once.
 
     Each ``iter()`` begins an epoch, without ``set_epoch``: all ranks call it, and wait for each other. They compare
     lengths, options, epochs and the first 1024 indices of samplers that torch does not have; a difference is an error

@@ -170,7 +170,7 @@ def distribute(
 def no_sync(model: torch.nn.Module) -> Iterator[None]:
     """Inside, backward accumulates the gradients of a distributed model locally: it saves their traffic.
 
-    The next backward outside averages the sum, or the next ``step()`` does.
+    The next backward outside averages the sum, or the next ``step()`` does. Nothing in here blocks.
 
     Args:
         model: A module that ``distribute`` has returned, or one around it.
