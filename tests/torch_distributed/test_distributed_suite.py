@@ -44,4 +44,5 @@ def test_what_is_built_on_it(hororun: Hororun, ranks: int) -> None:
     words = ["-np", str(ranks), "--no-prefix", sys.executable, str(HERE / "recipes.py")]
     done = hororun.start(*words).finish(2 * TORCH_S)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("ok ") == 14
+    recipes = (HERE / "recipes.py").read_text().count("\ndef recipe_")
+    assert done.stdout.count("ok ") == recipes > 10
