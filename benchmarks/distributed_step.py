@@ -24,7 +24,7 @@ from rounds import Case, Plan, Result, describe_probe, play
 
 from horo.runner.job.forwarded_variables import KEEP_MEMORY
 
-WAYS = ("ddp", "fsdp2", "zero")
+WAYS = ("ddp", "views", "fsdp2", "zero")
 OVER_HORO, OVER_GLOO, OWN = peers.HORO_DIST.name, peers.GLOO.name, peers.HORO.name
 BEHIND_OWN_MAX = 1.05
 """Where horo's own optimizer leads gloo, DDP over horo may take so many times as long as that."""
@@ -66,7 +66,7 @@ def make_cases(names: Sequence[str], ways: Sequence[str], sizes: Sequence[int]) 
     cases = []
     for name in names:
         for way in ways:
-            for size in sizes if way == "ddp" else [0]:
+            for size in sizes if way in ("ddp", "views") else [0]:
                 title = f"{way}, {size} MB" if size else way
                 cases.append(Case(f"{name} {title}", {"model": name, "title": title, "way": way, "bucket_mb": size}))
     return cases

@@ -29,7 +29,8 @@ class Way:
     """How gradients are exchanged through torch.distributed.
 
     Attributes:
-        kind: "ddp", "fsdp2" or "zero", which is DDP with an optimizer whose steps are shared out among ranks.
+        kind: "ddp"; "views", which is DDP whose gradients lie in its buckets; "fsdp2"; or "zero", which is DDP with an
+            optimizer whose steps are shared out among ranks.
         bucket_mb: of DDP's buckets; 0: torch's own choice.
     """
 
@@ -104,11 +105,11 @@ def wrap(library: Library, model: nn.Module, way: Way = DDP) -> Callable[[torch.
             fully_shard(model)
             return model
         sizes: dict[str, Any] = {"bucket_cap_mb": way.bucket_mb} if way.bucket_mb else {}
-        return nn.parallel.DistributedDataParallel(model, **sizes)
+        return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=way.kind == "views", **sizes)
     if library.kind in LONELY:
         return model
     if library.kind in ("horo", "horovod"):
-        if way.kind != DDP.kind:
+        if way.kind not in (DDP.kind, "views"):
             raise Unsupported(f"{library.kind} has no {way.kind}")
         return model
     raise Unsupported(f"the library '{library.kind}' trains nothing")

@@ -69,10 +69,10 @@ RUNS: dict[str, tuple[str, str, list[tuple[Any, ...]], int]] = {
         [
             (model, way, who)
             for model in ("mlp-tiny", "resnet50-tiny")
-            for way in ("ddp", "fsdp2", "zero")
-            for who in (("horo dist", "gloo", "horo") if way == "ddp" else ("horo dist", "gloo"))
+            for way in ("ddp", "views", "fsdp2", "zero")
+            for who in (("horo dist", "gloo", "horo") if way in ("ddp", "views") else ("horo dist", "gloo"))
         ],
-        14,
+        20,
     ),
     f"small_tensors {SHORT} --tensors 20 --size 64": (
         "form contestant",
