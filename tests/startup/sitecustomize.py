@@ -38,7 +38,8 @@ class _Later(ModuleType):
     """torch._dynamo, until something is compiled or looks into it."""
 
     def __getattribute__(self, name: str) -> Any:
-        if name not in ("graph_break", "disable", "__spec__", "__class__"):
+        # What looks through all modules, as inspect does, does not look into it.
+        if name not in ("graph_break", "disable") and (name in ("__dict__", "__path__") or not name.startswith("__")):
             _load(self)
         return object.__getattribute__(self, name)
 
