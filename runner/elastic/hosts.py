@@ -34,6 +34,7 @@ __all__ = [
     "free_time_s",
     "host_deadlines_s",
     "is_leaving",
+    "open_slots",
     "rank_order",
     "stays",
     "why_it_leaves",
@@ -83,13 +84,6 @@ def free_slots(state: DriverState) -> list[Slot]:
     filling = [each for each in state.workers.values() if stays(state, each) or _gives_way(state, each)]
     if len(filling) >= _wanted(state):
         return []
-    used = {worker.slot for worker in state.workers.values()}
-    open_slots = [
-        Slot(host.name, number)
-        for host in state.hosts.values()
-        if host.reach is Reach.UP and _is_kept(host)
-        for number in range(host.slots or 0)
-    ]
     has_state = any(worker.has_state and not worker.is_going for worker in state.workers.values())
     latest = -1 if has_state else max(state.kept.values(), default=-1)
 
@@ -97,8 +91,19 @@ def free_slots(state: DriverState) -> list[Slot]:
         kept = -1 if has_state else state.kept.get(slot, -1)
         return latest < 0 or kept < latest, free_time_s(state, slot) > state.now_s, -kept
 
-    best = sorted((slot for slot in open_slots if slot not in used), key=worth)
-    return best[: _wanted(state) - len(filling)]
+    return sorted(open_slots(state), key=worth)[: _wanted(state) - len(filling)]
+
+
+def open_slots(state: DriverState) -> list[Slot]:
+    """The slots that may have a worker and have none, in the order of hosts."""
+    used = {worker.slot for worker in state.workers.values()}
+    slots = [
+        Slot(host.name, number)
+        for host in state.hosts.values()
+        if host.reach is Reach.UP and _is_kept(host)
+        for number in range(host.slots or 0)
+    ]
+    return [slot for slot in slots if slot not in used]
 
 
 def free_time_s(state: DriverState, slot: Slot) -> float:

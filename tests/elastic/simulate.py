@@ -114,6 +114,11 @@ class Simulation:
         self.steps_left = self.random.randint(5, 60) if self.commit_every == 1 else self.random.randint(100, 250)
         self.steps = self.steps_left
         self.faults = self.random.choice([0, 1, 2, 5, 10])
+        self.mistake = self.random.randint(1, self.steps) if self.random.random() < 0.1 else self.steps + 1
+        """The step in which the script fails, each time."""
+        self.committed = 0
+        self.errors: set[int] = set()
+        """The generations in which the script has failed since that commit."""
         self.finish: Finish | None = None
         self.ends_well: set[int] = set()
         self.has_trained = False
@@ -157,7 +162,8 @@ class Simulation:
             assert self.now_s < self.leaves_s + 1.0 or self.finish, "the job is not over when it has to be"
         assert self.state.phase is Phase.OVER
         room = sum(machine.slots for machine in self.machines.all.values())
-        if not self.faults and not self.is_lossy and room >= self.limits.min_size:
+        is_calm = not self.faults and not self.is_lossy and self.mistake > self.steps
+        if is_calm and room >= self.limits.min_size:
             assert self.finish == Finish(), self.finish
             assert self.ends_well == set(self.state.members)
 
@@ -287,7 +293,10 @@ class Simulation:
 
     def check_finish(self, finish: Finish) -> None:
         """The job ends for a reason."""
-        if finish.failed is not None:
+        if "generations in a row" in finish.reason:
+            assert self.limits.reset_limit is None
+            assert len(self.errors) >= 5, f"the script has failed in {self.errors} only since the last commit"
+        elif finish.failed is not None:
             assert not self.has_trained, (
                 f"worker {finish.failed} ends the job with an error after the begin of training"
             )
@@ -383,12 +392,17 @@ class Simulation:
             self.later(self.random.choice([0.0, 1.0, 60.0]), lambda: self.end(process, False))
         elif change and (change.added or change.removed) and process.steps % self.commit_every == 0:
             self.leave(process, None)
+        elif self.steps - self.steps_left >= self.mistake:
+            self.end(process, True, is_error=True)
         else:
             process.steps += 1
             if process.worker == self.members[generation][0]:
                 self.steps_left -= 1
             if process.steps % self.commit_every == 0:
                 process.commit = self.steps - self.steps_left  # the first one is close to that of the begin, which is 0
+                if process.commit > self.committed:
+                    self.committed = process.commit
+                    self.errors.clear()
                 if self.has_memories:
                     self.memories[process.slot] = process.commit
                 self.note(process, Committed(process.worker, process.commit, self.has_memories))
@@ -424,6 +438,8 @@ class Simulation:
     def end(self, process: Process, has_failed: bool, is_error: bool = False) -> None:
         """The process ends, and its agent reports that."""
         if process.mode != "dead":
+            if is_error:
+                self.errors |= set(process.seats[-1:])
             process.mode = "dead"
             ended = Ended(process.worker, has_failed, "ended", is_error)
             late_s = self.random.uniform(0.01, 0.5)

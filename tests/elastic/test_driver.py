@@ -430,39 +430,6 @@ def test_another_training_may_begin_after_one() -> None:
     assert driver.on(Waits(0, 1, 1, True)) == [WriteSeats(2, (0,))]
 
 
-ALIKE = [f"ValueError: shard {number} (train.py, line 7)" for number in range(4)]
-
-
-def failed(*errors: str, commits: int = 1) -> Driver:
-    """The only rank fails after so many commits, and so do those that go on from its memory."""
-    driver = running(1)
-    for generation, error in enumerate(errors, 1):
-        worker = max(driver.state.workers)
-        driver.on(Ready(worker), Within(worker, generation), Committed(worker, generation * commits, True))
-        driver.on(Ended(worker, True, f"ended with {error}", is_error=True), after_s=100.0)
-    return driver
-
-
-def test_a_script_that_always_fails_after_a_commit_is_not_tried_for_ever() -> None:
-    assert failed(*ALIKE[:3]).phase is Phase.SHORT
-    (finish,) = failed(*ALIKE).actions
-    assert finish.reason == (
-        "3 times in a row, ranks that went on from the last commit ended with ValueError: shard 3 (train.py, line 7), "
-        "and no generation of them came further than one commit: mend the script"
-    )
-
-
-def test_one_that_gets_further_or_fails_otherwise_is() -> None:
-    assert failed(*ALIKE, *ALIKE, commits=2).phase is Phase.SHORT
-    assert failed(*["ValueError: a", "OSError: b"] * 3).phase is Phase.SHORT
-
-
-def test_a_kill_is_no_error_of_the_script() -> None:
-    driver = failed(*ALIKE[:3])
-    driver.on(Ready(3), Within(3, 4), Committed(3, 4, True), killed(3))
-    assert driver.phase is Phase.SHORT
-
-
 def test_those_whose_end_is_awaited_are_named_after_1_2_4_minutes() -> None:
     driver = running(3)
     driver.on(Ended(0, False))
