@@ -56,6 +56,11 @@ class LaunchVariables:
         str,
         "Pipe to `hororun` on which this rank reports the error that ended it: its descriptor and inode.",
     )
+    counts_fd: str | None = exact_variable(
+        "HORO_COUNTS_FD",
+        str,
+        "Memory shared with `hororun`, in which this rank counts its steps: its descriptor and inode.",
+    )
     worker: int | None = exact_variable(
         "HORO_WORKER",
         int,

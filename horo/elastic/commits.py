@@ -11,7 +11,6 @@ is allocated for a commit that is as large as those before it.
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import mmap
 import os
@@ -22,6 +21,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from horo.errors import ResourceError
+from horo.inherited import inherited, words_of
 
 __all__ = ["Commit", "CommitMemory", "Found", "create", "inherited", "words_of"]
 
@@ -93,24 +93,6 @@ def create() -> int:
             "and of the size of a file (ulimit -f)"
         ) from error
     return fd
-
-
-def words_of(fd: int) -> str:
-    """The value of ``HORO_COMMIT_FD`` for a process that inherits ``fd`` under this number."""
-    return f"{fd}:{os.fstat(fd).st_ino}"
-
-
-def inherited(words: str | None) -> int | None:
-    """The descriptor that ``words_of`` describes, closed by ``exec`` from now on; None: it is not there.
-
-    A program between the agent and this process may have closed it, and its number may be that of another file.
-    """
-    fd, _, inode = (words or "").partition(":")
-    with contextlib.suppress(OSError, ValueError):
-        if os.fstat(int(fd)).st_ino == int(inode):
-            os.set_inheritable(int(fd), False)
-            return int(fd)
-    return None
 
 
 class CommitMemory:

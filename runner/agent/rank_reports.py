@@ -13,7 +13,7 @@ from horo.runner.text import printable
 __all__ = ["PIPE_NAME", "Note", "NoteReader", "open_pipe"]
 
 PIPE_NAME = "HORO_END_PIPE"
-_LINE_MAX_BYTES = 1 << 16
+_LINE_MAX_BYTES = 1 << 18
 _RANK_MAX = (1 << 31) - 1
 _STATUS_MAX = 255
 

@@ -25,10 +25,12 @@ from horo.runner.agent.machine import (
     threads,
     visible_gpus,
 )
-from horo.runner.agent.rank_reports import PIPE_NAME, NoteReader, open_pipe
+from horo.runner.agent.rank_counts import RankCounts
+from horo.runner.agent.rank_process import spawn_rank
+from horo.runner.agent.rank_reports import NoteReader
 from horo.runner.config import EXIT_SETUP
 from horo.runner.loop import Loop, Timer
-from horo.runner.processes import Guard, Tree, describe_process, read_what_is_there, send_signal, spawn
+from horo.runner.processes import Guard, Tree, describe_process, read_what_is_there, send_signal
 from horo.timeline.recording import rows_of
 
 __all__ = ["Event", "Exited", "HostRanks", "Leaving", "NotStarted", "Noted", "Remained", "Started", "Wrote", "reap"]
@@ -158,6 +160,7 @@ class HostRanks:
         self._tree = tree
         self._grace_s = grace_s
         self._emit = emit
+        self.counts = RankCounts(loop, lambda rank, note: emit(Noted(rank, note)))
         self._ranks: dict[int, _Rank] = {}  # by pid, those that run
         self._streams: dict[int, tuple[int, int]] = {}  # descriptor -> rank, stream
         self._open: list[_Rank] = []  # keeps the pipes of ended ranks: processes that they left behind may still write
@@ -215,14 +218,16 @@ class HostRanks:
             if is_switched_on(environment):
                 environment = with_horovod(environment)
             try:
-                process, notes = _spawn(argv, environment, cwd, cpus, with_notes=with_notes, pass_fds=pass_fds)
+                started = spawn_rank(argv, environment, cwd, cpus, with_notes=with_notes, pass_fds=pass_fds)
             except OSError as error:
                 raise explain_failure(error, argv[0], cwd, host) from error
             except ValueError as error:  # a NUL byte
                 raise StartError(f"the command cannot be started on {host}: {error}", EXIT_NOT_EXECUTABLE) from error
+            process = started.process
             self._tree.sessions.add(process.pid)
             self._guard.tell(self._tree, self._grace_s)
-            self._watch(rank, process, notes)
+            self._watch(rank, process, started.notes)
+            self.counts.started(process.pid, rank, started.page)
             units = [spelled(cpus) if cpus else "", spelled_gpus(gpus[rank]) if rank in gpus else ""]
             self._emit(Started(rank, process.pid, " and ".join(filter(None, units))))
 
@@ -239,6 +244,7 @@ class HostRanks:
             read_what_is_there(fd, partial(self._read, fd, even_paused=True))
             if stream == _NOTES and fd in self._streams:  # a process of the ended rank may hold the other end
                 self._close(fd)
+        self.counts.ended(pid)
         rank.process.returncode = os.waitstatus_to_exitcode(status)
         code = rank.process.returncode
         self._tree.sessions.discard(pid)  # the number is free for others now
@@ -336,6 +342,7 @@ class HostRanks:
         """Closes the descriptors that are open."""
         for fd in list(self._streams):
             self._close(fd)
+        self.counts.close()
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes], notes: int | None) -> None:
         streams = {} if notes is None else {notes: _NOTES}
@@ -455,29 +462,6 @@ def _share_cpus(how: str, ranks: Sequence[int]) -> dict[int, frozenset[int]]:
 def _share_gpus(environments: Mapping[int, Mapping[str, str]]) -> dict[int, str]:
     """``CUDA_VISIBLE_DEVICES`` of each rank. Before, all have the same of it."""
     return bind_gpus(list(environments), visible_gpus(next(iter(environments.values()), {})))
-
-
-def _spawn(
-    argv: Sequence[str],
-    environment: Mapping[str, str],
-    cwd: str,
-    cpus: Collection[int],
-    *,
-    with_notes: bool,
-    pass_fds: Sequence[int],
-) -> tuple[subprocess.Popen[bytes], int | None]:
-    """A rank, and the read end of its pipe for notes."""
-    if not with_notes:
-        return spawn(argv, environment=environment, cwd=cwd, pass_fds=pass_fds, cpus=cpus), None
-    read_fd, write_fd, name = open_pipe()
-    named = {**environment, PIPE_NAME: name}
-    try:
-        return spawn(argv, environment=named, cwd=cwd, pass_fds=(write_fd, *pass_fds), cpus=cpus), read_fd
-    except BaseException:
-        os.close(read_fd)
-        raise
-    finally:
-        os.close(write_fd)
 
 
 def reap(owners: Sequence[Callable[[int, int], None]]) -> None:

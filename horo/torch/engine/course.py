@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import optimizer as _torch_optimizer
 
+from horo.config.table import LaunchVariables, environment, read_variables
+from horo.diagnostics.page import Page
 from horo.errors import AbortedError
 from horo.torch.engine.steps import StepMeter
 
@@ -25,6 +27,7 @@ _COMBINE = ("allreduce", "reducescatter", "alltoall")
 horo does that a few times for its own purposes."""
 _OWN_GATHERS = 8
 _UNUSED_MAX = 64
+_NAME_MAX = 200
 
 
 class Course:
@@ -38,7 +41,8 @@ class Course:
         self._job = job
         self._steps = 0
         self._plain_steps = 0
-        self.meter = StepMeter(job.context)
+        self.meter = StepMeter(job.context, Page(read_variables(LaunchVariables, environment()).counts_fd))
+        self.meter.page.begin(size=job.size, cores=job.cores, ranks_here=self._ranks_here(), via=self._via())
         self.find_unused: Callable[[], list[str]] = list
         """The names of the parameters that had no gradient on this rank in the last step."""
         self._hook: Any = None
@@ -48,6 +52,7 @@ class Course:
     def begin_step(self, done: int) -> None:
         """An optimizer of horo, which has done so many steps, begins to reduce gradients for the next one."""
         self._job.context.step[0] = done + 1
+        self.meter.page.step_begins(done + 1)
         if self._hook is not None:
             self.stop()
 
@@ -61,21 +66,30 @@ class Course:
         """Hands the sums of this rank to hororun, if there is one. Called at the end, while the context is there."""
         job = self._job
         if not job.reporter.has_reader:
+            self.meter.page.close()
             return
         sums = self.meter.summary()
-        by_hosts = "shared memory" if len(job.hosts) == 1 else "MPI" if job.mpi is not None else "TCP"
         job.reporter.summary(
             {
                 **sums,
                 "within": int(job.context.step[0]),
                 "size": job.size,
                 "cores": job.cores,
-                "ranks_here": next((len(ranks) for ranks in job.hosts if job.rank in ranks), 1),
+                "ranks_here": self._ranks_here(),
                 "on_cpu": int(sums["gpu_peak"] == 0),
-                "via": "" if job.size == 1 else by_hosts if job.nccl_device is None else "NCCL",
-                "unused": self.find_unused()[:_UNUSED_MAX],
+                "via": self._via(),
+                "unused": [_short(name) for name in self.find_unused()[:_UNUSED_MAX]],
             }
         )
+        self.meter.page.close()
+
+    def _ranks_here(self) -> int:
+        return next((len(ranks) for ranks in self._job.hosts if self._job.rank in ranks), 1)
+
+    def _via(self) -> str:
+        job = self._job
+        by_hosts = "shared memory" if len(job.hosts) == 1 else "MPI" if job.mpi is not None else "TCP"
+        return "" if job.size == 1 else by_hosts if job.nccl_device is None else "NCCL"
 
     def stop(self) -> None:
         """Looks at optimizers of torch no longer. Idempotent."""
@@ -108,3 +122,8 @@ class Course:
 
     def _count_plain_step(self, *_: object) -> None:
         self._plain_steps += 1
+
+
+def _short(name: str) -> str:
+    """A name that lacks its middle if it is long: hororun reads lines of a limited length."""
+    return name if len(name) <= _NAME_MAX else f"{name[: _NAME_MAX // 2]}...{name[-_NAME_MAX // 2 :]}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from horo.diagnostics.page import Page
 from horo.torch.compat.loading import take_loading_ns, watch_loaders
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Stats", "StepMeter", "StepTimes"]
 
-_SAMPLES_MAX = 1024
+_NOTHING = (0,) * 8
 _HIGHEST = re.compile(r"^VmHWM:\s*(\d+) kB$", re.MULTILINE)
 
 
@@ -76,10 +77,12 @@ class StepMeter:
 
     Args:
         core: the context.
+        page: gets what it has read.
     """
 
-    def __init__(self, core: Context) -> None:
+    def __init__(self, core: Context, page: Page | None = None) -> None:
         self._core = core
+        self.page = page or Page()
         self._steps = self._measured = self._loading = 0
         self._counted: int | None = None
         self._other: int | None = None
@@ -88,8 +91,7 @@ class StepMeter:
         self._before: tuple[int, ...] = ()
         self._now: tuple[int, ...] = ()
         self._stride = 1
-        self._samples: list[tuple[int, int, int]] = []
-        """Number, and microseconds of waiting and loading, of the steps whose numbers are multiples of the stride."""
+        """Samples in the page are of the steps whose numbers are multiples of it."""
 
     def end_step(self, optimizer: int) -> None:
         """An optimizer, known by a number, has done a step.
@@ -107,14 +109,16 @@ class StepMeter:
         self._now = now = (time.perf_counter_ns(), blocked - moving, moving, self._loading, *sums)
         if not before:
             self._first = now
+            self.page.step_ends(done, *_NOTHING)
             watch_loaders()
             return
         self._measured += 1
-        if done % self._stride == 0:
-            self._samples.append((done, max(0, now[1] - before[1]) // 1000, (now[3] - before[3]) // 1000))
-            if len(self._samples) == _SAMPLES_MAX:
-                self._stride *= 2
-                self._samples = [sample for sample in self._samples if sample[0] % self._stride == 0]
+        self.page.step_ends(done, self._measured, *map(sub, now, self._first))
+        if done % self._stride == 0 and self.page.add_sample(
+            done, max(0, now[1] - before[1]) // 1000, (now[3] - before[3]) // 1000
+        ):
+            self._stride *= 2
+            self.page.thin_out(self._stride)
 
     def stats(self) -> Stats:
         """The object for users."""
@@ -128,7 +132,7 @@ class StepMeter:
     def summary(self) -> dict[str, object]:
         """The sums for hororun, in whole numbers, and the samples as columns."""
         stats = self.stats()
-        total = stats.total
+        total, samples = stats.total, self.page.samples()
         return {
             "steps": self._steps,
             "measured": total.steps,
@@ -139,7 +143,7 @@ class StepMeter:
             "bytes": total.bytes,
             "tensors": total.tensors,
             "batches": total.batches,
-            "samples": [[sample[column] for sample in self._samples] for column in range(3)],
+            "samples": [[sample[column] for sample in samples] for column in range(3)],
             "peak": stats.peak_memory,
             "gpu_peak": stats.peak_gpu_memory,
         }
