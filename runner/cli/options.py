@@ -189,7 +189,7 @@ def _add_elastic(group: argparse._ArgumentGroup) -> None:
         "--max-np", "--max-num-proc", type=at_least(1), metavar="N", help="ranks to grow to; default: those of -np"
     )
     group.add_argument(
-        "--reset-limit", type=at_least(0), metavar="N", help="how often ranks may be placed anew; default: any number, with commits"
+        "--reset-limit", type=at_least(0), metavar="N", help="how often ranks may be placed anew; default: any number"
     )
     group.add_argument(
         "--elastic-timeout", type=positive_seconds, metavar="S",

@@ -58,12 +58,25 @@ def begin(
 
 
 def step(state: DriverState, event: ElasticEvent, now_s: float) -> tuple[DriverState, list[Action]]:
-    """The state after an event, and the actions that it asks for, in their order."""
+    """The state after an event, and the actions that it asks for, in their order.
+
+    Its ``now_s`` stays as it was where nothing is to be decided: so does ``deadline_s`` then.
+    """
+    if isinstance(event, Committed) and _decides_nothing(state, event):
+        kept = {**state.kept, state.workers[event.worker].slot: event.number} if event.is_kept else state.kept
+        return DriverState(**{**vars(state), "kept": kept, "committed": max(state.committed, event.number)}), []
     turn = _Turn(state, now_s)
     if turn.state.phase != Phase.OVER:
         turn.take(event)
         turn.settle()
     return turn.state, turn.actions
+
+
+def _decides_nothing(state: DriverState, event: Committed) -> bool:
+    """Whether a commit is one of many that a worker in training reports."""
+    worker = state.workers.get(event.worker)
+    is_known = worker is not None and worker.has_state and worker.standing is Standing.WITHIN
+    return is_known and state.has_trained and state.phase is Phase.RUNNING
 
 
 def deadline_s(state: DriverState) -> float | None:

@@ -45,10 +45,9 @@ class RestartTurn(Turn):
         return None
 
     def _why_not_again(self) -> str:
-        """The reason why there is no further generation; empty: there may be one.
+        """The reason why the job ends: the script has ended several generations alike, without a commit in between.
 
-        There is none if the script has ended several alike, and the job has come to no commit in between, unless the
-        user has set a limit of restarts.
+        Empty: it goes on, also where the user has set another limit.
         """
         state, last = self.state, self.state.failing
         if state.error and last.generation != state.generation:

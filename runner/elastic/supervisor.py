@@ -150,8 +150,10 @@ class ElasticSupervisor(HostsSupervisor):
 
     def _take(self, event: ElasticEvent) -> None:
         if not self._stopping:
-            self._state, actions = driver.step(self._state, event, self._loop.now_s)
-            self._do(actions)
+            now_s = self._loop.now_s
+            self._state, actions = driver.step(self._state, event, now_s)
+            if self._state.now_s >= now_s:  # else nothing was to be decided
+                self._do(actions)
 
     # Actions
 

@@ -313,6 +313,14 @@ def test_a_step_leaves_the_state_before_it_as_it_was() -> None:
     assert workers[0].standing is Standing.WITHIN
 
 
+def test_a_commit_in_training_only_enters_its_number() -> None:
+    driver = running(2)
+    due_s, now_s = deadline_s(driver.state), driver.state.now_s
+    assert driver.on(Committed(0, 3, True), after_s=1.0) == []
+    assert (deadline_s(driver.state), driver.state.now_s) == (due_s, now_s)
+    assert (driver.state.kept, driver.state.committed) == ({Slot("h", 0): 3}, 3)
+
+
 def all_killed(number: int, *, is_kept: bool = True) -> Driver:
     """Two workers with a commit of that number have died."""
     driver = running(2, min_size=2)
