@@ -406,7 +406,7 @@ def _add_information(group: argparse._ArgumentGroup) -> None:
         "--check-hosts", action="store_true", help="a line for each host: whether ranks can start there and connect"
     )
     group.add_argument("--attach", type=at_least(1), metavar="PID", help="show the course of the job of hororun PID")
-    group.add_argument("--stacks", action="store_true", help="with --attach: show where its ranks stand, and end")
+    group.add_argument("--stacks", action="store_true", help="where its ranks stand, beside --attach PID; then end")
     group.add_argument(
         "-cb", "--check-build", action="store_true", help="show what this installation can do, and where it is"
     )

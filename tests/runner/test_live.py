@@ -153,10 +153,10 @@ def test_the_live_line_is_below_all_others_and_leaves_no_trace(happens: list[tup
 def test_a_progress_bar_stays_above_the_line_and_goes_on_when_it_is_gone() -> None:
     terminal = Terminal()
     printer = Printer(terminal.write, 1, terminals=frozenset({1, 2}))
-    printer.feed(0, 2, b"\r10%\r", 0.0)
+    printer.feed(0, 2, b"\r10%\r20%\r", 0.0)
     printer.show_live(b"live 1")
     assert [row for row in terminal.lines if row] == ["[0] 10%", "live 1"]
-    printer.feed(0, 2, b"20%\r", 0.0)
+    printer.feed(0, 2, b"25%\r", 0.0)
     printer.feed(0, 1, b"loss\n", 0.0)
     printer.feed(0, 2, b"30%\r40%\r", 0.0)
     assert [row for row in terminal.lines if row] == ["[0] loss", "[0] 30%", "live 1"]
