@@ -117,6 +117,8 @@ def _begin_elastic(member: WorkerMembership, begin: Callable[[], None], settings
     if not member.is_newcomer:
         member.join()
         return
+    import horo.bootstrap.job  # noqa: F401, PLC0415 - before others wait for this rank in their init()
+
     seat = member.forecast
     ready = read_config(environment(), settings).gradients_ready_default
     process.forecast = Forecast(seat.rank, len(seat.workers), *seat.local, *seat.cross, True, ready)

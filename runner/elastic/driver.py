@@ -7,13 +7,13 @@ about another generation than the last one are stale, and change nothing.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from horo.runner.config import EXIT_ELASTIC_TIMEOUT, EXIT_TERMINATED, EXIT_UNREACHABLE, Elastic
 from horo.runner.elastic.hosts import free_slots, free_time_s, host_deadlines_s, is_leaving, stays
 from horo.runner.elastic.next_generation import awaited, changes_of, may_come, next_members
+from horo.runner.elastic.restarts import RestartTurn
 from horo.runner.elastic.state import (
     Action,
     Committed,
@@ -28,14 +28,13 @@ from horo.runner.elastic.state import (
     Reach,
     Ready,
     Refused,
-    Restart,
     Standing,
     Tick,
     Waits,
     Within,
     Worker,
 )
-from horo.runner.elastic.turn import ENDS_WELL, Turn, ranks_in_words
+from horo.runner.elastic.turn import ENDS_WELL, ranks_in_words
 
 __all__ = ["begin", "deadline_s", "lost_s", "step"]
 
@@ -45,8 +44,6 @@ _GONE_S = 5.0
 """The time that members on a host that is not found any more have to leave a generation that others have left."""
 _REMIND_S = 60.0
 """The time after which hororun names those for whose end it waits; then after twice as long, and so on."""
-_RESTARTS = 3
-"""A script that fails alike so many times in a row, when ranks have gone on from memory, is not tried again."""
 _SENT_AWAY = (Standing.DISMISSED, Standing.ADRIFT)
 _IN_GENERATION = (Standing.SEATED, Standing.WITHIN)
 _REPLACING = (Phase.STARTING, Phase.FORMING, Phase.RUNNING, Phase.GATHERING, Phase.SHORT)
@@ -61,12 +58,25 @@ def begin(
 
 
 def step(state: DriverState, event: ElasticEvent, now_s: float) -> tuple[DriverState, list[Action]]:
-    """The state after an event, and the actions that it asks for, in their order."""
+    """The state after an event, and the actions that it asks for, in their order.
+
+    Its ``now_s`` stays as it was where nothing is to be decided: so does ``deadline_s`` then.
+    """
+    if isinstance(event, Committed) and _decides_nothing(state, event):
+        kept = {**state.kept, state.workers[event.worker].slot: event.number} if event.is_kept else state.kept
+        return DriverState(**{**vars(state), "kept": kept, "committed": max(state.committed, event.number)}), []
     turn = _Turn(state, now_s)
     if turn.state.phase != Phase.OVER:
         turn.take(event)
         turn.settle()
     return turn.state, turn.actions
+
+
+def _decides_nothing(state: DriverState, event: Committed) -> bool:
+    """Whether a commit is one of many that a worker in training reports."""
+    worker = state.workers.get(event.worker)
+    is_known = worker is not None and worker.has_state and worker.standing is Standing.WITHIN
+    return is_known and state.has_trained and state.phase is Phase.RUNNING
 
 
 def deadline_s(state: DriverState) -> float | None:
@@ -117,7 +127,7 @@ def _reminder_s(state: DriverState, time_s: float) -> float:
     return state.since_s + pause_s
 
 
-class _Turn(Turn):
+class _Turn(RestartTurn):
     """One step."""
 
     # Events
@@ -140,6 +150,7 @@ class _Turn(Turn):
         elif isinstance(event, Committed):
             self._set(worker, worker.standing, has_state=True)
             self.state.has_trained = True
+            self.state.committed = max(self.state.committed, event.number)
             if event.is_kept:
                 self.state.kept = {**self.state.kept, worker.slot: event.number}
         elif isinstance(event, Ended):
@@ -171,6 +182,7 @@ class _Turn(Turn):
         self._set(worker, Standing.READY, has_state=worker.has_state or event.has_state)
         self.suspects.pop(worker.number, None)
         self._break()
+        self.state.committed = max(self.state.committed, event.commit)
         counts = [each for each in (self.state.steps_lost, event.steps_lost) if each is not None]
         self.state.steps_lost = max(counts, default=None)
         self._gather(f"worker {worker.number} has left it")
@@ -415,6 +427,8 @@ class _Turn(Turn):
         if self._is_at_reset_limit():
             limit = self.state.limits.reset_limit
             self._finish(f"ranks cannot be placed anew any more (--reset-limit {limit})")
+        elif why := self._why_not_again():
+            self._finish(why)
         elif len(ready) >= self.state.limits.min_size and not self.silent and self._has_state(ready):
             self._seat()
         elif self.state.phase is not Phase.SHORT:
@@ -431,45 +445,6 @@ class _Turn(Turn):
             self._enter(Phase.SHORT)
         elif any(worker.has_state for worker in ready):
             self._dismiss_leavers()
-
-    def _why_not_from_memory(self) -> str | None:
-        """The reason why the next workers of slots do not go on from what was learnt; None: they do.
-
-        They do not if that has led to no commit before, or several times to the same error and hardly a commit.
-        """
-        state = self.state
-        latest = max(state.kept.values(), default=-1)
-        last = state.restart
-        is_over = state.phase is not Phase.SHORT and (latest <= last.commit or self._is_at_reset_limit())
-        if is_over or not state.kept:
-            return "no rank is left that has the state of the training" if self.workers else ""
-        if latest > last.commit:
-            error = re.sub(r"0x[0-9a-f]+|\d+", "#", state.error)  # numbers in its words differ from time to time
-            is_stuck = latest - last.commit <= state.generation - last.generation  # newcomers come in at a commit
-            is_alike = is_stuck and error != "" and error == last.error
-            state.restart = Restart(latest, state.generation, error, last.alike + 1 if is_alike else 0)
-            if state.restart.alike == _RESTARTS:
-                return (
-                    f"{_RESTARTS} times in a row, ranks that went on from the last commit {state.error}, and no "
-                    "generation of them came further than one commit: mend the script"
-                )
-            self._report(f"no rank is left: others go on from commit {latest}")
-        return None
-
-    def _has_state(self, ready: list[Worker]) -> bool:
-        """Whether workers have the state, or the latest commit in memory; in the end, any commit there."""
-        state = self.state
-        if not state.has_learnt or any(worker.has_state for worker in ready):
-            return True
-        own = max((state.kept[worker.slot] for worker in ready if worker.slot in state.kept), default=-1)
-        is_late = state.phase is Phase.SHORT and self._now_s >= state.since_s + state.limits.elastic_timeout_s
-        if own < max(state.kept.values(), default=0) and (own < 0 or not is_late):
-            return False
-        if own < state.restart.commit:
-            self._report(f"the slot with commit {state.restart.commit} has no worker: others go on from commit {own}")
-            state.restart = replace(state.restart, commit=own)
-            state.kept = {slot: number for slot, number in state.kept.items() if number <= own}
-        return True
 
 
 _DECISIONS: dict[Phase, Callable[[_Turn], None]] = {

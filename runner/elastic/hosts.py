@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from copy import copy
 from dataclasses import replace
 
 from horo.runner.config import EXIT_TERMINATED
@@ -34,6 +33,7 @@ __all__ = [
     "free_time_s",
     "host_deadlines_s",
     "is_leaving",
+    "open_slots",
     "rank_order",
     "stays",
     "why_it_leaves",
@@ -49,10 +49,10 @@ _WINDOW_S = 600.0
 
 def stays(state: DriverState, worker: Worker) -> bool:
     """Whether the worker may be in further generations."""
-    if worker.is_going or is_leaving(state, worker):
+    host = state.hosts.get(worker.slot.host)
+    if worker.is_going or host is None or not _is_kept(host):
         return False
-    slots = state.hosts[worker.slot.host].slots
-    return slots is None or worker.slot.number < slots
+    return host.slots is None or worker.slot.number < host.slots
 
 
 def is_leaving(state: DriverState, worker: Worker) -> bool:
@@ -80,16 +80,10 @@ def rank_order(workers: Iterable[Worker]) -> list[Worker]:
 
 def free_slots(state: DriverState) -> list[Slot]:
     """The slots that are to have a worker and have none, also those that have to wait for some time, best first."""
+    wanted = _wanted(state)
     filling = [each for each in state.workers.values() if stays(state, each) or _gives_way(state, each)]
-    if len(filling) >= _wanted(state):
+    if len(filling) >= wanted:
         return []
-    used = {worker.slot for worker in state.workers.values()}
-    open_slots = [
-        Slot(host.name, number)
-        for host in state.hosts.values()
-        if host.reach is Reach.UP and _is_kept(host)
-        for number in range(host.slots or 0)
-    ]
     has_state = any(worker.has_state and not worker.is_going for worker in state.workers.values())
     latest = -1 if has_state else max(state.kept.values(), default=-1)
 
@@ -97,8 +91,19 @@ def free_slots(state: DriverState) -> list[Slot]:
         kept = -1 if has_state else state.kept.get(slot, -1)
         return latest < 0 or kept < latest, free_time_s(state, slot) > state.now_s, -kept
 
-    best = sorted((slot for slot in open_slots if slot not in used), key=worth)
-    return best[: _wanted(state) - len(filling)]
+    return sorted(open_slots(state), key=worth)[: wanted - len(filling)]
+
+
+def open_slots(state: DriverState) -> list[Slot]:
+    """The slots that may have a worker and have none, in the order of hosts."""
+    used = {worker.slot for worker in state.workers.values()}
+    slots = [
+        Slot(host.name, number)
+        for host in state.hosts.values()
+        if host.reach is Reach.UP and _is_kept(host)
+        for number in range(host.slots or 0)
+    ]
+    return [slot for slot in slots if slot not in used]
 
 
 def free_time_s(state: DriverState, slot: Slot) -> float:
@@ -144,7 +149,7 @@ class HostTurn:
         now_s = max(now_s, state.now_s)
         self.workers, self.slots, self.suspects = dict(state.workers), dict(state.slots), dict(state.suspects)
         self.hosts, self.silent, self.late = dict(state.hosts), dict(state.silent), dict(state.late)
-        self.state = copy(state)
+        self.state = DriverState(**vars(state))
         self.state.now_s, self.state.workers, self.state.slots = now_s, self.workers, self.slots
         self.state.suspects, self.state.hosts = self.suspects, self.hosts
         self.state.silent, self.state.late = self.silent, self.late

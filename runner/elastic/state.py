@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from horo.bootstrap.generations import Change
 from horo.runner.config import Elastic
@@ -79,8 +80,7 @@ class Standing(Enum):
 _GOING = (Standing.ENDING, Standing.DISMISSED, Standing.ADRIFT)
 
 
-@dataclass(frozen=True, order=True)
-class Slot:
+class Slot(NamedTuple):
     """A place for one worker at a time; ``number`` counts from 0 on each host, and is its local rank."""
 
     host: str
@@ -222,7 +222,9 @@ class DriverState:
         history: the generations that have trained.
         kept: the last commit in the memory of each slot, as far as it was reported.
         restart: the last time that all ranks had failed, and others went on from those memories.
-        error: the one of the script by which the last member has ended; empty: something else has ended it.
+        committed: the last commit that was reported.
+        failing: the last generation that an error of the script has ended, ``alike``: so many since the last commit.
+        error: that by which the script has ended the last member of this generation; empty: something else has.
         refused: the workers that could not be started before the first generation, and are left out of it.
         has_trained: a training function has begun on some worker: it has synced its state.
         late: members that have not come to the end of a training where another has; they are killed at these times.
@@ -252,6 +254,8 @@ class DriverState:
     history: tuple[Generation, ...] = ()
     kept: Mapping[Slot, int] = field(default_factory=dict)
     restart: Restart = field(default_factory=Restart)
+    committed: int = -1
+    failing: Restart = field(default_factory=Restart)
     error: str = ""
     refused: tuple[Refused, ...] = ()
     has_trained: bool = False
@@ -339,6 +343,7 @@ class Waits:
         has_state: it can give the state to others.
         culprit_s: the time that the culprit has to leave, too, or to end.
         steps_lost: the finished steps since its last commit, which are undone; None: it has not counted them.
+        commit: the number of that commit; -1: it has none.
     """
 
     worker: int
@@ -347,6 +352,7 @@ class Waits:
     has_state: bool = False
     culprit_s: float = 1.0
     steps_lost: int | None = None
+    commit: int = -1
 
 
 @dataclass(frozen=True)
@@ -482,8 +488,7 @@ class Finish:
     Attributes:
         reason: a sentence; empty: the ends of the workers tell all.
         code: hororun's exit code; None: by the ends of the workers.
-        failed: the worker whose error ends the job; the others get a moment to see theirs, as in a job that is not
-            elastic.
+        failed: the worker whose error ends the job; the others get a moment to see theirs, as in any job.
     """
 
     reason: str = ""

@@ -150,8 +150,10 @@ class ElasticSupervisor(HostsSupervisor):
 
     def _take(self, event: ElasticEvent) -> None:
         if not self._stopping:
-            self._state, actions = driver.step(self._state, event, self._loop.now_s)
-            self._do(actions)
+            now_s = self._loop.now_s
+            self._state, actions = driver.step(self._state, event, now_s)
+            if self._state.now_s >= now_s:  # else nothing was to be decided
+                self._do(actions)
 
     # Actions
 
@@ -277,13 +279,14 @@ class ElasticSupervisor(HostsSupervisor):
 def _events_of(worker: int, report: dict[str, object]) -> list[ElasticEvent]:
     """The events in what a worker reports, which may be anything."""
     events: list[ElasticEvent] = []
-    generation, culprit = report.get("waits"), report.get("culprit")
+    generation, culprit, commit = report.get("waits"), report.get("culprit"), report.get("commit")
     if isinstance(generation, int):
         named = culprit if isinstance(culprit, int) else None
         steps = report.get("steps")
         lost = steps if isinstance(steps, int) and not isinstance(steps, bool) and steps >= 0 else None
-        events.append(Waits(worker, generation, named, report.get("commit") is not None, steps_lost=lost))
-    elif isinstance(commit := report.get("commit"), int):
+        last = commit if isinstance(commit, int) else -1
+        events.append(Waits(worker, generation, named, commit is not None, steps_lost=lost, commit=last))
+    elif isinstance(commit, int):
         events.append(Committed(worker, commit, report.get("kept") is True))
     within = report.get("within")
     if isinstance(within, int):

@@ -45,7 +45,7 @@ class Turn(HostTurn):
         state.members = tuple(worker.number for worker in next_members(self.state))
         state.generation += 1
         state.changes, state.announced = 0, Change()
-        state.is_broken, state.broken_s = False, None
+        state.is_broken, state.broken_s, state.error = False, None, ""
         self.suspects.clear()
         self.silent.clear()
         self.late.clear()

@@ -48,6 +48,7 @@ def do(step: str) -> None:
 do("init")
 hvd.init()
 if member.is_newcomer:
+    assert "horo.bootstrap.job" in sys.modules  # others do not wait until it is imported
     print(f"forecast {member.worker} {hvd.rank()} {hvd.size()}", flush=True)
     try:
         hvd.allreduce(torch.ones(1))

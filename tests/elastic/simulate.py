@@ -8,9 +8,11 @@ job ends in bounded time.
 from __future__ import annotations
 
 import argparse
+import gc
 import heapq
 import random
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -114,6 +116,11 @@ class Simulation:
         self.steps_left = self.random.randint(5, 60) if self.commit_every == 1 else self.random.randint(100, 250)
         self.steps = self.steps_left
         self.faults = self.random.choice([0, 1, 2, 5, 10])
+        self.mistake = self.random.randint(1, self.steps) if self.random.random() < 0.1 else self.steps + 1
+        """The step in which the script fails, each time."""
+        self.committed = 0
+        self.errors: set[int] = set()
+        """The generations in which the script has failed since that commit."""
         self.finish: Finish | None = None
         self.ends_well: set[int] = set()
         self.has_trained = False
@@ -157,7 +164,8 @@ class Simulation:
             assert self.now_s < self.leaves_s + 1.0 or self.finish, "the job is not over when it has to be"
         assert self.state.phase is Phase.OVER
         room = sum(machine.slots for machine in self.machines.all.values())
-        if not self.faults and not self.is_lossy and room >= self.limits.min_size:
+        is_calm = not self.faults and not self.is_lossy and self.mistake > self.steps
+        if is_calm and room >= self.limits.min_size:
             assert self.finish == Finish(), self.finish
             assert self.ends_well == set(self.state.members)
 
@@ -167,9 +175,12 @@ class Simulation:
         """An event comes to the driver."""
         is_known = isinstance(event, Committed) and event.worker in self.state.workers  # else it comes after its end
         self.has_trained |= is_known
+        if isinstance(event, Ended) and event.is_error and event.worker in self.state.members:
+            self.errors.add(self.state.generation)
         self.state, actions = step(self.state, event, self.now_s)
-        self.due_s = deadline_s(self.state)
-        self.do(actions)
+        if self.state.now_s >= self.now_s:
+            self.due_s = deadline_s(self.state)
+            self.do(actions)
 
     def note(self, process: Process, event: ElasticEvent) -> None:
         """A message of a worker: it may be late, lost or doubled."""
@@ -287,7 +298,10 @@ class Simulation:
 
     def check_finish(self, finish: Finish) -> None:
         """The job ends for a reason."""
-        if finish.failed is not None:
+        if "generations in a row" in finish.reason:
+            assert self.limits.reset_limit is None
+            assert len(self.errors) >= 5, f"the script has failed in {self.errors} only since the last commit"
+        elif finish.failed is not None:
             assert not self.has_trained, (
                 f"worker {finish.failed} ends the job with an error after the begin of training"
             )
@@ -383,12 +397,17 @@ class Simulation:
             self.later(self.random.choice([0.0, 1.0, 60.0]), lambda: self.end(process, False))
         elif change and (change.added or change.removed) and process.steps % self.commit_every == 0:
             self.leave(process, None)
+        elif self.steps - self.steps_left >= self.mistake:
+            self.end(process, True, is_error=True)
         else:
             process.steps += 1
             if process.worker == self.members[generation][0]:
                 self.steps_left -= 1
             if process.steps % self.commit_every == 0:
                 process.commit = self.steps - self.steps_left  # the first one is close to that of the begin, which is 0
+                if process.commit > self.committed:
+                    self.committed = process.commit
+                    self.errors.clear()
                 if self.has_memories:
                     self.memories[process.slot] = process.commit
                 self.note(process, Committed(process.worker, process.commit, self.has_memories))
@@ -491,6 +510,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     ends: dict[str, int] = {}
+    gc.set_threshold(200000)  # each schedule is a cycle
+    began_s = time.process_time()
     for seed in range(given.seed, given.seed + given.schedules):
         simulation = simulate(seed)
         finish = simulation.finish
@@ -499,6 +520,7 @@ def main() -> int:
         ends[how] = ends.get(how, 0) + 1
     for how, count in sorted(ends.items(), key=lambda item: -item[1]):
         print(f"{count:8} {how}")
+    print(f"{given.schedules / (time.process_time() - began_s):8.0f} schedules per CPU second")
     return 0
 
 

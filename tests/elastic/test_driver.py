@@ -313,6 +313,14 @@ def test_a_step_leaves_the_state_before_it_as_it_was() -> None:
     assert workers[0].standing is Standing.WITHIN
 
 
+def test_a_commit_in_training_only_enters_its_number() -> None:
+    driver = running(2)
+    due_s, now_s = deadline_s(driver.state), driver.state.now_s
+    assert driver.on(Committed(0, 3, True), after_s=1.0) == []
+    assert (deadline_s(driver.state), driver.state.now_s) == (due_s, now_s)
+    assert (driver.state.kept, driver.state.committed) == ({Slot("h", 0): 3}, 3)
+
+
 def all_killed(number: int, *, is_kept: bool = True) -> Driver:
     """Two workers with a commit of that number have died."""
     driver = running(2, min_size=2)
@@ -428,39 +436,6 @@ def test_another_training_may_begin_after_one() -> None:
     driver.on(Done(0, 1), Done(1, 1), Within(0, 1), Within(1, 1), killed(1))
     assert driver.phase is Phase.GATHERING
     assert driver.on(Waits(0, 1, 1, True)) == [WriteSeats(2, (0,))]
-
-
-ALIKE = [f"ValueError: shard {number} (train.py, line 7)" for number in range(4)]
-
-
-def failed(*errors: str, commits: int = 1) -> Driver:
-    """The only rank fails after so many commits, and so do those that go on from its memory."""
-    driver = running(1)
-    for generation, error in enumerate(errors, 1):
-        worker = max(driver.state.workers)
-        driver.on(Ready(worker), Within(worker, generation), Committed(worker, generation * commits, True))
-        driver.on(Ended(worker, True, f"ended with {error}", is_error=True), after_s=100.0)
-    return driver
-
-
-def test_a_script_that_always_fails_after_a_commit_is_not_tried_for_ever() -> None:
-    assert failed(*ALIKE[:3]).phase is Phase.SHORT
-    (finish,) = failed(*ALIKE).actions
-    assert finish.reason == (
-        "3 times in a row, ranks that went on from the last commit ended with ValueError: shard 3 (train.py, line 7), "
-        "and no generation of them came further than one commit: mend the script"
-    )
-
-
-def test_one_that_gets_further_or_fails_otherwise_is() -> None:
-    assert failed(*ALIKE, *ALIKE, commits=2).phase is Phase.SHORT
-    assert failed(*["ValueError: a", "OSError: b"] * 3).phase is Phase.SHORT
-
-
-def test_a_kill_is_no_error_of_the_script() -> None:
-    driver = failed(*ALIKE[:3])
-    driver.on(Ready(3), Within(3, 4), Committed(3, 4, True), killed(3))
-    assert driver.phase is Phase.SHORT
 
 
 def test_those_whose_end_is_awaited_are_named_after_1_2_4_minutes() -> None:

@@ -390,3 +390,14 @@ def test_a_host_that_has_left_is_not_used_again_soon() -> None:
     assert driver.on(Ended(2, True)) == [] and driver.on(Ended(3, True)) == [Disconnect("b")]
     assert driver.tick() == [Connect("b")]
     assert driver.now_s == 400.0
+
+
+def test_others_make_room_for_the_slot_with_the_latest_commit_when_its_host_is_found_again() -> None:
+    driver = running(2, hosts=A2_B2, script="s")
+    driver.on(Committed(0, 9, True), Committed(1, 7, True), killed(1), killed(0))
+    assert driver.phase is Phase.SHORT and driver.state.workers.keys() == {2, 3}
+    assert driver.state.workers[3].slot == Slot("a", 0)
+    driver.on(found(b=2), HostUp("b", 0), killed(3), Ready(2), Ready(4), Ready(5))
+    made_room = driver.on(found(a=2, b=2), after_s=2.0)
+    assert made_room == [Dismiss(5), Dismiss(4), StartWorker(6, Slot("a", 0), 2, 3, 4)]
+    assert driver.on(Ended(5, False), Ended(4, False), Ready(6)) == [WriteSeats(2, (2, 6))]
