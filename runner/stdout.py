@@ -12,16 +12,16 @@ from horo.runner.config import EXIT_SETUP, JobError
 __all__ = ["explain_stdout", "show"]
 
 
-def show(text: str) -> None:
-    """Writes lines to stdout.
+def show(text: str, end: str = "\n") -> None:
+    """Writes text to stdout, at once.
 
     Raises:
-        JobError: they cannot be written.
+        JobError: it cannot be written.
     """
     if sys.stdout is None:
         raise JobError("stdout is closed, where the output goes", EXIT_SETUP)
     try:
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(text + end)
         sys.stdout.flush()
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes what is left when it ends

@@ -10,11 +10,15 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from io import TextIOWrapper
 from pathlib import Path
 
 from horo.runner.config import EXIT_UNREACHABLE, JobError
 from horo.runner.job.attach_server import ATTACH_LINE, STACKS, WATCH, address_of, peer_of
 from horo.runner.job.output import redraw_possible
+from horo.runner.stdout import show
+from horo.runner.text import printable
 
 __all__ = ["attach"]
 
@@ -39,8 +43,10 @@ def attach(pid: int, *, stacks: bool) -> int:
         The exit code: 0, or 130 after Ctrl-C.
 
     Raises:
-        JobError: it is not there, or another user's.
+        JobError: it is not there, or another user's; or stdout takes no more.
     """
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     with _connect(pid) as connection:
         try:
             return _show_stacks(connection) if stacks else _show_line(connection, pid)
@@ -80,16 +86,29 @@ def _is_mine(pid: int) -> bool:
     return False
 
 
+def _lines(
+    connection: socket.socket, request: bytes, *, first_s: float | None = None, next_s: float | None = None
+) -> Iterator[list[str]]:
+    """Whole lines, until the other end is closed, or none has come for a time.
+
+    They move no cursor and take little memory, whoever writes them: for root, any user's program may be there.
+    """
+    held, wait_s = b"", first_s
+    with contextlib.suppress(ConnectionError):
+        connection.sendall(request)
+        while select.select([connection], [], [], wait_s)[0] and (data := connection.recv(_READ_BYTES)):
+            *lines, held = (held + data).split(b"\n")
+            held = held[-_READ_BYTES:]
+            if lines:
+                wait_s = next_s
+                yield [printable(each.decode("utf-8", "replace")) for each in lines]
+
+
 def _show_stacks(connection: socket.socket) -> int:
-    connection.sendall(STACKS)
-    wait_s, shown = _FIRST_STACK_S, False
-    while select.select([connection], [], [], wait_s)[0]:
-        data = connection.recv(_READ_BYTES)
-        if not data:
-            break
-        sys.stdout.write(data.decode("utf-8", "replace"))
-        sys.stdout.flush()
-        wait_s, shown = _STACKS_S, True
+    shown = False
+    for lines in _lines(connection, STACKS, first_s=_FIRST_STACK_S, next_s=_STACKS_S):
+        show("\n".join(lines))
+        shown = True
     if not shown:
         sys.stderr.write(
             "hororun: no rank has shown its stack: they have not called init() yet, or hang in the kernel\n"
@@ -98,23 +117,17 @@ def _show_stacks(connection: socket.socket) -> int:
 
 
 def _show_line(connection: socket.socket, pid: int) -> int:
-    connection.sendall(WATCH)
     is_terminal, shown_s = redraw_possible(1), float("-inf")
-    held = b""
     try:
-        while data := connection.recv(_READ_BYTES):
-            *lines, held = (held + data).split(b"\n")
-            texts = [each.removeprefix(ATTACH_LINE).decode("utf-8", "replace") for each in lines]
-            text = texts[-1] if texts else ""
+        for lines in _lines(connection, WATCH):
+            text = lines[-1].removeprefix(ATTACH_LINE.decode())
             if text and is_terminal:
-                sys.stdout.write(f"{_ERASE}{_NO_WRAP}{text}{_WRAP}")
+                show(f"{_ERASE}{_NO_WRAP}{text}{_WRAP}", end="")
             elif text and time.monotonic() - shown_s >= _PLAIN_EVERY_S:
-                sys.stdout.write(f"{text}\n")
+                show(text)
                 shown_s = time.monotonic()
-            sys.stdout.flush()
     finally:
         if is_terminal:
-            sys.stdout.write(_ERASE)
-            sys.stdout.flush()
+            show(_ERASE, end="")
     sys.stderr.write(f"hororun: the job of process {pid} is over\n")
     return 0

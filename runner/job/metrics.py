@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import socket
-import socketserver
-import threading
 from collections.abc import Mapping
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import Any
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
 
 from horo.runner.agent.rank_summary import RankSummary
 from horo.runner.config import JobError
 from horo.version import __version__
 
+if TYPE_CHECKING:
+    from horo.runner.loop import Loop, Timer
+
 __all__ = ["MetricsServer", "exposition"]
 
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _REQUEST_S = 5.0
+_REQUEST_BYTES = 1 << 14
+_END_OF_REQUEST = re.compile(rb"\n\r?\n")
+_CLIENTS_MAX = 16
+"""At once; the one that has been there for longest goes when another one comes."""
 _NS = 1e-9
 _METRICS: tuple[tuple[str, str, str, float, str], ...] = (
     ("horo_steps_total", "counter", "steps", 1, "Steps that the {word} has done."),
@@ -59,10 +68,19 @@ def _escaped(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
-class MetricsServer(HTTPServer):
-    """Serves the latest page in a thread; one request at a time, each for a few seconds at most.
+@dataclass
+class _Client:
+    """``held``: of its request, then of the answer."""
+
+    timer: Timer
+    held: bytearray = field(default_factory=bytearray)
+
+
+class MetricsServer:
+    """Serves the latest page: each client sends one request, has a few seconds for it, and holds up nobody else.
 
     Args:
+        loop: calls back.
         address: to listen at.
         port: to listen at.
 
@@ -70,45 +88,89 @@ class MetricsServer(HTTPServer):
         JobError: that cannot be.
     """
 
-    def __init__(self, address: str, port: int) -> None:
+    def __init__(self, loop: Loop, address: str, port: int) -> None:
         self.text = exposition({}, {}, "rank")
-        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._loop = loop
+        self._clients: dict[socket.socket, _Client] = {}
         shown = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
         self.url = f"http://{shown}/metrics"
+        self._listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         try:
-            super().__init__((address, port), _Request)
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._listener.bind((address, port))
+            self._listener.listen()
         except OSError as error:
+            self._listener.close()
             raise JobError(f"--metrics-port {shown}: {error.strerror or error}") from None
-        threading.Thread(target=self.serve_forever, name="hororun-metrics", daemon=True).start()
-
-    def server_bind(self) -> None:
-        """Takes the address without a look-up of the name of this host, which may take long."""
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """A client that leaves is none of the user's business."""
+        self._listener.setblocking(False)
+        loop.watch(self._listener.fileno(), read=self._accept)
 
     def close(self) -> None:
-        """Ends the thread and closes the port."""
-        self.shutdown()
-        self.server_close()
+        """Closes the port and all connections."""
+        self._loop.watch(self._listener.fileno())
+        self._listener.close()
+        for client in list(self._clients):
+            self._drop(client)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            client, _ = self._listener.accept()
+            client.setblocking(False)
+            if len(self._clients) == _CLIENTS_MAX:
+                self._drop(next(iter(self._clients)))
+            self._clients[client] = _Client(self._loop.call_later(_REQUEST_S, lambda: self._drop(client)))
+            self._loop.watch(client.fileno(), read=lambda: self._read(client))
+
+    def _read(self, client: socket.socket) -> None:
+        held = self._clients[client].held
+        try:
+            data = client.recv(_REQUEST_BYTES)
+        except OSError as error:
+            if not isinstance(error, BlockingIOError):
+                self._drop(client)
+            return
+        held += data
+        if not data or _END_OF_REQUEST.search(held) or len(held) >= _REQUEST_BYTES:
+            self._clients[client].held = bytearray(_Request(bytes(held), self.text).answer)
+            self._loop.watch(client.fileno(), write=lambda: self._write(client))
+
+    def _write(self, client: socket.socket) -> None:
+        held = self._clients[client].held
+        with contextlib.suppress(BlockingIOError):
+            try:
+                del held[: client.send(held)]
+            except (BrokenPipeError, ConnectionResetError):
+                held.clear()
+        if not held:
+            self._drop(client)
+
+    def _drop(self, client: socket.socket) -> None:
+        self._clients.pop(client).timer.cancel()
+        self._loop.watch(client.fileno())
+        client.close()
 
 
 class _Request(BaseHTTPRequestHandler):
-    timeout = _REQUEST_S
-    server: MetricsServer
+    """The answer to the bytes of a request; the server it is for does its input and output."""
+
+    def __init__(self, request: bytes, page: str) -> None:
+        self.rfile, self.wfile = BytesIO(request), BytesIO()
+        self._page = page.encode()
+        self.handle()
+        self.answer = self.wfile.getvalue()
 
     def do_GET(self) -> None:
         if self.path.partition("?")[0] not in ("/", "/metrics"):
             self.send_error(404)
             return
-        page = self.server.text.encode()
         self.send_response(200)
         self.send_header("Content-Type", _CONTENT_TYPE)
-        self.send_header("Content-Length", str(len(page)))
+        self.send_header("Content-Length", str(len(self._page)))
         self.end_headers()
-        self.wfile.write(page)
+        if self.command != "HEAD":
+            self.wfile.write(self._page)
+
+    do_HEAD = do_GET
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """No line per request."""

@@ -64,7 +64,7 @@ class Watching:
         self._loop, self._console, self._seen = loop, console, seen
         self._progress = Progress(seen.word)
         self._is_live = job.live
-        self._metrics = None if job.metrics is None else MetricsServer(*job.metrics)
+        self._metrics = None if job.metrics is None else MetricsServer(loop, *job.metrics)
         self._attached = AttachServer(loop, self._on_attached, self._show_stacks)
         self._asked: list[Watched] = []
         """Hosts that have been asked for counts."""

@@ -28,7 +28,7 @@ from jobs import DEADLINE_S, Hororun, Launched, wait_until
 
 from horo.runner.agent.rank_summary import RankSummary
 from horo.runner.job.live import Progress, line
-from horo.runner.job.metrics import MetricsServer, exposition
+from horo.runner.job.metrics import exposition
 from horo.runner.job.output import Printer
 
 MS = 1_000_000
@@ -339,6 +339,40 @@ def test_what_is_no_request_ends_the_connection_and_not_the_job(hororun: Hororun
     assert job.process.wait(DEADLINE_S) == 0
 
 
+OTHER_END = """
+import os, socket
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(f"\\0horo/hororun/{os.getpid()}")
+listener.listen()
+print(os.getpid(), flush=True)
+client, _ = listener.accept()
+client.recv(100)
+client.sendall(b"[0]   \\x1b]0;title\\x07 \\xe2\\x96\\x88\\n")
+"""
+
+
+@pytest.mark.parametrize("words", [(), ("--stacks",)])
+def test_what_any_program_sends_moves_no_cursor_and_is_shown_in_any_locale(words: tuple[str, ...]) -> None:
+    with subprocess.Popen([sys.executable, "-c", OTHER_END], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        shown = attach(other.stdout.readline().strip(), *words, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+        out, error = shown.communicate(timeout=DEADLINE_S)
+    assert shown.returncode == 0, error
+    assert out == b"[0]   \\x1b]0;title\\x07 ?\n"
+
+
+@pytest.mark.parametrize("words", [(), ("--stacks",)])
+def test_a_reader_that_leaves_ends_the_view_without_a_word(words: tuple[str, ...]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with subprocess.Popen([sys.executable, "-c", OTHER_END], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        shown = attach(other.stdout.readline().strip(), *words, stdout=writer)
+        os.close(writer)
+        _, error = shown.communicate(timeout=DEADLINE_S)
+    assert (shown.returncode, error) == (128 + signal.SIGPIPE, b"")
+
+
 # --metrics-port
 
 SAMPLE = re.compile(r'(horo_[a-z_]+)\{rank="(\d+)",host="((?:[^"\\]|\\.)*)"\} ([0-9.e+-]+)')
@@ -381,8 +415,8 @@ def test_a_running_job_serves_its_metrics_here_alone(
         assert re.search(r'^horo_waiting_seconds_total\{rank="1",host="\w+"\} 0\.18$', text(), re.MULTILINE)
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"{url}/other", timeout=5)
-        with socket.create_connection(("127.0.0.1", free_port)) as silent:
-            silent.close()
+        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=5) as head:
+            assert int(head.headers["Content-Length"]) > 1000 and head.read() == b""
         listening = Path("/proc/net/tcp").read_text()
         assert f"0100007F:{free_port:04X}" in listening and f"00000000:{free_port:04X}" not in listening
     finally:
@@ -391,12 +425,34 @@ def test_a_running_job_serves_its_metrics_here_alone(
     assert done.returncode == 0 and f"hororun: metrics at {url}/metrics\n" in done.stderr
 
 
-def test_a_port_that_is_taken_is_named_before_any_rank_starts(hororun: Hororun, free_port: int) -> None:
-    server = MetricsServer("127.0.0.1", free_port)
+@pytest.mark.parametrize("request_of_others", [b"", b"GET / HTTP/1.1\r\nX: ", b"\0\xff\r\n\r\n", b"X" * 100_000])
+def test_clients_that_ask_for_nothing_hold_up_neither_others_nor_the_end(
+    hororun: Hororun, script: str, tmp_path: Path, free_port: int, request_of_others: bytes
+) -> None:
+    job = hororun.start("-np", "1", "--metrics-port", str(free_port), script, str(tmp_path), where="localhost:1")
     try:
-        done = hororun.run("-np", "1", "--metrics-port", str(free_port), "true")
+        with contextlib.ExitStack() as others:
+            wait_until(lambda: is_open(free_port), "the port", every_s=0.1)
+            for _ in range(40):
+                other = others.enter_context(socket.create_connection(("127.0.0.1", free_port), DEADLINE_S))
+                with contextlib.suppress(ConnectionError):
+                    other.sendall(request_of_others)
+            with urllib.request.urlopen(f"http://127.0.0.1:{free_port}", timeout=4) as page:
+                assert page.read().startswith(b"# HELP horo_info")
+            (tmp_path / "go").touch()
+            assert job.finish().returncode == 0
     finally:
-        server.close()
+        (tmp_path / "go").touch()
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_port_that_is_taken_is_named_before_any_rank_starts(hororun: Hororun, free_port: int) -> None:
+    with socket.create_server(("127.0.0.1", free_port)):
+        done = hororun.run("-np", "1", "--metrics-port", str(free_port), "true")
     assert done.returncode == 2
     assert done.stderr == f"hororun: --metrics-port 127.0.0.1:{free_port}: Address already in use\n"
 
