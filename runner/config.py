@@ -203,6 +203,10 @@ class Job:
         timelines: the merge of the ranks' timelines at the end; None: none.
         json_report: the file for the course of the job; empty: none.
         summary: whether the card is printed at the end; None: on a terminal.
+        live: whether a line shows the course of the job while it runs.
+        metrics: address and port where Prometheus finds the counts of the ranks; None: nowhere.
+        attach: the hororun whose job is to be shown, and nothing run; 0: none.
+        stacks: whether the stacks of its ranks are shown instead.
         elastic: the limits of an elastic job; None: a rank that fails ends the job.
     """
 
@@ -237,6 +241,10 @@ class Job:
     timelines: TimelineMerge | None = None
     json_report: str = ""
     summary: bool | None = None
+    live: bool = False
+    metrics: tuple[str, int] | None = None
+    attach: int = 0
+    stacks: bool = False
     elastic: Elastic | None = None
 
     @property

@@ -109,6 +109,11 @@ class HororunVariables:
         "1: at the end of a job, `hororun` tells where the time of a step went, as by `--summary`; 0: never. Default: "
         "where stderr is a terminal.",
     )
+    live: bool | None = exact_variable(
+        "HORO_LIVE",
+        bool,
+        "1: `hororun` shows the course of a job while it runs, as by `--live`.",
+    )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import struct
 
 from horo.inherited import inherited
 
-__all__ = ["PAGE_NAME", "SAMPLES_MAX", "Page", "create", "read"]
+__all__ = ["PAGE_NAME", "SAMPLES_MAX", "Page", "create", "owner", "read"]
 
 PAGE_NAME = "HORO_COUNTS_FD"
 SAMPLES_MAX = 1024
@@ -114,6 +114,15 @@ def create() -> int:
         os.close(fd)
         raise
     return fd
+
+
+def owner(fd: int) -> int:
+    """The process that counts in the page behind a descriptor; 0: none does."""
+    data = os.pread(fd, _FIRST.size, 0)
+    if len(data) < _FIRST.size:
+        return 0
+    magic, _, pid, *_ = _FIRST.unpack(data)
+    return pid if magic == _MAGIC and pid < 1 << 31 else 0
 
 
 def read(fd: int, *, with_samples: bool = True) -> dict[str, object] | None:

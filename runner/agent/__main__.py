@@ -155,11 +155,23 @@ class _Agent:
             self._pass_on(int(message.json()["number"]))
         elif message.kind == Kind.INTERRUPT and self._ranks:
             self._ranks.interrupt()
+        elif message.kind == Kind.WATCH and self._ranks:
+            self._ranks.watch(float(message.json()["every_s"]))
+        elif message.kind == Kind.STACKS and self._ranks:
+            self._ranks.show_stacks()
         elif message.kind == Kind.LISTEN:
             self._send(encode_json(Kind.LISTENING, self._listen(**message.json())))
         elif message.kind == Kind.REACH:
             self._send(encode_json(Kind.REACHED, {"failures": unreachable(**message.json())}))
-        elif message.kind not in (Kind.PING, Kind.TERMINATE, Kind.KILL, Kind.INTERRUPT, Kind.END):
+        elif message.kind not in (
+            Kind.PING,
+            Kind.TERMINATE,
+            Kind.KILL,
+            Kind.INTERRUPT,
+            Kind.END,
+            Kind.WATCH,
+            Kind.STACKS,
+        ):
             raise MessageError(f"{message.kind.name} is not for agents")
 
     def _listen(self, cwd: str, interfaces: list[str], ports: list[int] | None) -> dict[str, Any]:

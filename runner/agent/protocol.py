@@ -62,6 +62,8 @@ class Kind(IntEnum):
     SIGNAL = 21  # launcher: JSON, the number of a signal for the ranks
     INTERRUPT = 20  # launcher: SIGINT now, SIGTERM after the grace time, SIGKILL after it again
     START = 24  # launcher: JSON, the slot and the environment of a worker, whose number is in the place of a rank
+    WATCH = 26  # launcher: JSON, how often the counts of all ranks are to be reported, as notes; 0: not
+    STACKS = 27  # launcher: each rank shows its stack on its stderr
     END = 25  # launcher: JSON, whether one worker gets SIGTERM, and SIGKILL after the grace time, or SIGKILL now
 
 

@@ -10,10 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from horo.diagnostics import page
+from horo.diagnostics.on_signal import STACKS_SIGNAL
 from horo.runner.loop import Loop, Timer
+from horo.runner.processes import send_signal
 
-__all__ = ["RankCounts"]
+__all__ = ["RankCounts", "shows_stack"]
 
+_CAUGHT = re.compile(rb"^SigCgt:\s*([0-9a-f]+)$", re.MULTILINE)
 _RESIDENT = re.compile(rb"^VmRSS:\s*(\d+) kB$", re.MULTILINE)
 
 
@@ -57,6 +60,11 @@ class RankCounts:
         if every_s:
             self._look()
 
+    def show_stacks(self) -> None:
+        """Has the ranks show where they stand, on stderr, if they can."""
+        owners = [page.owner(fd) for _, fd in self._pages.values()]
+        send_signal([pid for pid in owners if pid and shows_stack(pid)], STACKS_SIGNAL)
+
     def close(self) -> None:
         """Closes the descriptors that are open."""
         self.watch(0)
@@ -71,6 +79,15 @@ class RankCounts:
                 if now is not None:
                     self._emit(rank, _line({"now": {**now, "peak": _resident_bytes(now["pid"])}}))
         self._timer = self._loop.call_later(self._every_s, self._look)
+
+
+def shows_stack(pid: int) -> bool:
+    """Whether a process has a handler for the request; else that would end it."""
+    try:
+        found = _CAUGHT.search(Path(f"/proc/{pid}/status").read_bytes())
+    except OSError:
+        return False
+    return found is not None and bool(int(found[1], 16) >> (STACKS_SIGNAL - 1) & 1)
 
 
 def _line(values: dict[str, object]) -> bytes:

@@ -31,6 +31,7 @@ class Note:
         status: what it exits with by that exception, if it comes to its end.
         timelines: files whose rows it has begun to write.
         summary: its sums over steps; None: it has not told them.
+        now: its sums at the last look of its agent, with its present memory as peak; None: nobody has looked.
     """
 
     joined: bool = False
@@ -41,6 +42,7 @@ class Note:
     status: int = 1
     timelines: frozenset[str] = frozenset()
     summary: RankSummary | None = None
+    now: RankSummary | None = None
 
 
 class NoteReader:
@@ -79,6 +81,7 @@ class NoteReader:
             points_at=points_at if _is_rank(points_at) else self.note.points_at,
             status=status if _is_rank(status) and status <= _STATUS_MAX else self.note.status,
             timelines=self.note.timelines.union([timeline] if _is_path(timeline) else ()),
+            now=read_summary(values.get("now")) or self.note.now,
             summary=self.note.summary if summary is None else summary.after(self.note.summary),
         )
 

@@ -160,7 +160,7 @@ class HostRanks:
         self._tree = tree
         self._grace_s = grace_s
         self._emit = emit
-        self.counts = RankCounts(loop, lambda rank, note: emit(Noted(rank, note)))
+        self._counts = RankCounts(loop, lambda rank, note: emit(Noted(rank, note)))
         self._ranks: dict[int, _Rank] = {}  # by pid, those that run
         self._streams: dict[int, tuple[int, int]] = {}  # descriptor -> rank, stream
         self._open: list[_Rank] = []  # keeps the pipes of ended ranks: processes that they left behind may still write
@@ -227,7 +227,7 @@ class HostRanks:
             self._tree.sessions.add(process.pid)
             self._guard.tell(self._tree, self._grace_s)
             self._watch(rank, process, started.notes)
-            self.counts.started(process.pid, rank, started.page)
+            self._counts.started(process.pid, rank, started.page)
             units = [spelled(cpus) if cpus else "", spelled_gpus(gpus[rank]) if rank in gpus else ""]
             self._emit(Started(rank, process.pid, " and ".join(filter(None, units))))
 
@@ -244,7 +244,7 @@ class HostRanks:
             read_what_is_there(fd, partial(self._read, fd, even_paused=True))
             if stream == _NOTES and fd in self._streams:  # a process of the ended rank may hold the other end
                 self._close(fd)
-        self.counts.ended(pid)
+        self._counts.ended(pid)
         rank.process.returncode = os.waitstatus_to_exitcode(status)
         code = rank.process.returncode
         self._tree.sessions.discard(pid)  # the number is free for others now
@@ -332,6 +332,15 @@ class HostRanks:
         self._signal_groups(signal.SIGKILL)
         self._end_remaining_processes()
 
+    def watch(self, every_s: float) -> bool:
+        """Reports the counts of all ranks so often, as notes of theirs, from now on; 0: no more."""
+        self._counts.watch(0.0 if self.finished else every_s)
+        return True
+
+    def show_stacks(self) -> None:
+        """Has the ranks that can do so show their stacks on stderr."""
+        self._counts.show_stacks()
+
     def pause(self, paused: bool) -> None:
         """Stops or resumes reading: ranks that write on have to wait once their pipe is full."""
         self._paused = paused
@@ -342,7 +351,7 @@ class HostRanks:
         """Closes the descriptors that are open."""
         for fd in list(self._streams):
             self._close(fd)
-        self.counts.close()
+        self._counts.close()
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes], notes: int | None) -> None:
         streams = {} if notes is None else {notes: _NOTES}

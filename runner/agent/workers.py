@@ -6,12 +6,12 @@ import os
 import signal
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 from horo.diagnostics.on_signal import STACKS_SIGNAL
 from horo.elastic import commits
 from horo.errors import ResourceError
 from horo.runner.agent.command import StartError
+from horo.runner.agent.rank_counts import shows_stack
 from horo.runner.agent.ranks import Event, HostRanks
 from horo.runner.config import EXIT_SETUP
 from horo.runner.loop import Loop
@@ -72,7 +72,7 @@ class HostWorkers(HostRanks):
             self._loop.call_later(self._grace_s, partial(self._kill, worker))
 
     def _kill(self, worker: int) -> None:
-        asked = [pid for pid, record in self._ranks.items() if record.rank == worker and _shows_stack(pid)]
+        asked = [pid for pid, record in self._ranks.items() if record.rank == worker and shows_stack(pid)]
         send_signal(asked, STACKS_SIGNAL)
         if asked:
             self._loop.call_later(_STACK_S, partial(self.kill_rank, worker))
@@ -93,13 +93,3 @@ class HostWorkers(HostRanks):
         for memory in self._memories.values():
             os.close(memory)
         self._memories.clear()
-
-
-def _shows_stack(pid: int) -> bool:
-    """Whether a process has a handler for the request; else that would end it."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return False
-    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
-    return bool(int(caught, 16) >> (STACKS_SIGNAL - 1) & 1)

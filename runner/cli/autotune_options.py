@@ -25,10 +25,10 @@ __all__ = [
     "check_environment",
     "check_exports",
     "drop_replaced",
+    "own_switch",
     "port_range",
     "set_all_names",
     "start_timeout",
-    "summary",
     "timeline_merge",
     "tuning_sources",
     "tuning_variables",
@@ -192,13 +192,17 @@ def start_timeout(given: float | None, environ: Mapping[str, str]) -> float:
     return float(_read(variables_of(Config)["start_timeout_s"], environ, ""))
 
 
-def summary(environ: Mapping[str, str]) -> bool | None:
-    """Whether ``HORO_SUMMARY`` asks for the card at the end; None: it is not set.
+def own_switch(name: str, environ: Mapping[str, str]) -> bool | None:
+    """The value of a variable for hororun itself, such as ``HORO_SUMMARY``; None: it is not set.
+
+    Args:
+        name: of its field in ``HororunVariables``.
+        environ: has the variable.
 
     Raises:
         JobError: it is neither 0 nor 1; names it and its value.
     """
-    value: bool | None = _read(variables_of(HororunVariables)["summary"], environ, "")
+    value: bool | None = _read(variables_of(HororunVariables)[name], environ, "")
     return value
 
 

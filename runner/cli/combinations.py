@@ -43,6 +43,8 @@ _LAUNCHERS_OF = {
     "output": _OWN,
     "summary": _OWN,
     "no_summary": _OWN,
+    "live": _OWN,
+    "metrics_port": _OWN,
     "prefix_host": _OWN,
     "ssh_port": _BY_SSH,
     "ssh_identity_file": _BY_SSH,
@@ -111,7 +113,10 @@ def check_combinations(given: Mapping[str, str], command: Sequence[str]) -> None
     Raises:
         JobError: one option has no effect beside another; names both.
     """
+    if "stacks" in given and "attach" not in given:
+        raise JobError(f"{given['stacks']} is for a job that runs: add --attach PID, or leave it out")
     for alone, allowed, what in (
+        ("attach", frozenset({"attach", "stacks"}), "shows a job that runs, and starts nothing"),
         ("check_build", frozenset({"check_build", "horovod"}), "looks at this installation and starts nothing"),
         ("check_hosts", _FOR_CHECK_HOSTS, "starts no rank"),
     ):

@@ -66,6 +66,10 @@ def _say(text: str) -> None:
 
 
 def _run(job: Job) -> int:
+    if job.attach:
+        from horo.runner.cli.attach import attach  # noqa: PLC0415 - --help does without
+
+        return attach(job.attach, stacks=job.stacks)
     if job.launcher in ("mpi", "jsrun"):
         from horo.runner.job.external_launcher import run_external  # noqa: PLC0415 - --help does without
 
@@ -115,12 +119,9 @@ def parse(
     check_combinations(line.given, command)
     if given.check_build:
         return None
-    if given.num_proc is not None and given.num_proc < 1:
-        raise JobError(f"-np {given.num_proc}: at least one rank is needed")
-    if given.num_proc is None:
-        _check_order(command)
-    if command or not given.check_hosts:
-        _check_command(command)
+    if given.attach:
+        return Job(size=0, command=(), attach=given.attach, stacks=given.stacks)
+    _check_words(given, command)
     without_effect = _check_elastic(given, line)
     where = _where(given, line, environment)
     timeout_s = tuning.start_timeout(given.start_timeout, environment)
@@ -167,9 +168,21 @@ def parse(
         output=_output(given, environment),
         timelines=tuning.timeline_merge(given, {**environment, **exports}),
         json_report=given.json_report or "",
-        summary=given.summary or (False if given.no_summary else tuning.summary(environment)),
+        summary=given.summary or (False if given.no_summary else tuning.own_switch("summary", environment)),
+        live=given.live or bool(tuning.own_switch("live", environment)),
+        metrics=given.metrics_port,
         elastic=elastic,
     )
+
+
+def _check_words(given: argparse.Namespace, command: Sequence[str]) -> None:
+    """Raises JobError if there is no rank to start, or nothing that it could run."""
+    if given.num_proc is not None and given.num_proc < 1:
+        raise JobError(f"-np {given.num_proc}: at least one rank is needed")
+    if given.num_proc is None:
+        _check_order(command)
+    if command or not given.check_hosts:
+        _check_command(command)
 
 
 def _check_elastic(given: argparse.Namespace, line: CommandLine) -> tuple[str, ...]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 from collections.abc import Callable, Sequence
 
-__all__ = ["at_least", "comma_list", "filled", "integer", "one_of", "port", "positive_seconds", "seconds"]
+__all__ = ["at_least", "comma_list", "filled", "integer", "listening", "one_of", "port", "positive_seconds", "seconds"]
 
 
 def one_of(words: Sequence[str]) -> Callable[[str], str]:
@@ -53,6 +54,17 @@ def port(text: str) -> int:
     if not 0 < number < 65536:
         raise argparse.ArgumentTypeError(f"{text} is no port: 1 to 65535")
     return number
+
+
+def listening(text: str) -> tuple[str, int]:
+    """A port of loopback, or the numeric address of another one, IPv6 in brackets, and a port of it."""
+    address, colon, number = text.rpartition(":")
+    address = address.removeprefix("[").removesuffix("]") if colon else "127.0.0.1"
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{address!r} is no numeric address, such as 0.0.0.0") from None
+    return address, port(number)
 
 
 def seconds(text: str) -> float:

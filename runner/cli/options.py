@@ -16,6 +16,7 @@ from horo.runner.cli.option_types import (
     comma_list,
     filled,
     integer,
+    listening,
     one_of,
     port,
     positive_seconds,
@@ -307,6 +308,14 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         help="at the end, tell on stderr where the time of a step went; default: on a terminal, or by HORO_SUMMARY",
     )  # fmt: skip
     card.add_argument("--no-summary", action="store_true", help="never")
+    group.add_argument(
+        "--live", action="store_true",
+        help="show steps per second, waiting, late ranks and memory while the job runs; also by HORO_LIVE=1",
+    )  # fmt: skip
+    group.add_argument(
+        "--metrics-port", type=listening, metavar="[ADDR:]P",
+        help="serve the same numbers for Prometheus at http://127.0.0.1:P/metrics, or at another address",
+    )  # fmt: skip
     group.add_argument("--verbose", action="store_true", help="describe the steps of hororun on stderr")
 
 
@@ -396,6 +405,8 @@ def _add_information(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--check-hosts", action="store_true", help="a line for each host: whether ranks can start there and connect"
     )
+    group.add_argument("--attach", type=at_least(1), metavar="PID", help="show the course of the job of hororun PID")
+    group.add_argument("--stacks", action="store_true", help="where its ranks stand, beside --attach PID; then end")
     group.add_argument(
         "-cb", "--check-build", action="store_true", help="show what this installation can do, and where it is"
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 from horo.config.hosts import ranges
 from horo.runner.agent.rank_summary import NAMES_MAX, RankSummary
+from horo.runner.job.amounts import count, duration, ms, percent, size, span
 from horo.runner.job.report import Ending
 
 __all__ = ["Slowest", "card", "facts_of", "slowest_of"]
@@ -163,7 +164,7 @@ def _notes(
     loading = min(each.loading / each.ns if each.ns else 0.0 for each in ranks.values())
     if step is not None and loading >= _LOADING_MIN:
         notes.append(
-            f"every rank waits for its DataLoader for {_percent(step['loading'] / step['seconds'])} of a step: more "
+            f"every rank waits for its DataLoader for {percent(step['loading'] / step['seconds'])} of a step: more "
             "workers (num_workers=) would help"
         )
     unused = set.intersection(*(set(each.unused) for each in ranks.values()))
@@ -172,12 +173,12 @@ def _notes(
         more = ", ..." if len(unused) > len(names) else ""
         least = "at least " if any(len(each.unused) == NAMES_MAX for each in ranks.values()) else ""
         notes.append(
-            f"{least}{_count(len(unused), 'parameter')} had no gradient in the last step ({', '.join(names)}{more})"
+            f"{least}{count(len(unused), 'parameter')} had no gradient in the last step ({', '.join(names)}{more})"
         )
     crowded = [each for each in ranks.values() if each.on_cpu and each.ranks_here > each.cores > 0]
     if crowded:
         most = max(crowded, key=lambda each: each.ranks_here / each.cores)
-        crowd = f"{most.ranks_here} ranks on {_count(most.cores, 'core')}"
+        crowd = f"{most.ranks_here} ranks on {count(most.cores, 'core')}"
         best = sum(min(1.0, each.cores / each.ranks_here) for each in ranks.values())
         notes.append(f"{crowd}: -np {round(best)} would be faster")
     return notes
@@ -196,12 +197,12 @@ def card(facts: Mapping[str, Any], *, seconds: float, code: int, signal: str = "
     step, slowest, traffic = facts["step"], facts["slowest"], facts["traffic"]
     how = f"ended by {signal}" if signal else "failed" if code else "done"
     after = "after" if how != "done" else "in"
-    parts = [f"{_count(facts['ranks'], word)} on {_count(facts['hosts'], 'host')}"]
+    parts = [f"{count(facts['ranks'], word)} on {count(facts['hosts'], 'host')}"]
     if facts["steps"]:
-        parts.append(_count(facts["steps"], "step"))
+        parts.append(count(facts["steps"], "step"))
     if facts["steps_per_second"] is not None:
         parts.append(f"{facts['steps_per_second']:.3g} steps/s")
-    lines = [f"{how} {after} {_duration(seconds)}: {', '.join([*parts, f'exit {code}'])}"]
+    lines = [f"{how} {after} {duration(seconds)}: {', '.join([*parts, f'exit {code}'])}"]
 
     def add(label: str, text: str) -> None:
         lines.append(f"  {label:<15} {text}")
@@ -211,63 +212,28 @@ def card(facts: Mapping[str, Any], *, seconds: float, code: int, signal: str = "
     if step is not None:
         shares = [("computing", "computing"), ("waiting", f"waiting for other {word}s"), ("moving", "moving data")]
         told = [
-            f"{name} {_ms(step[key])} ({_percent(step[key] / step['seconds'])})"
+            f"{name} {ms(step[key])} ({percent(step[key] / step['seconds'])})"
             for key, name in shares
             if key == "computing" or facts["ranks"] > 1
         ]
-        add("a step", f"{_ms(step['seconds'])} ms: {', '.join(told)}")
+        add("a step", f"{ms(step['seconds'])} ms: {', '.join(told)}")
     if slowest is not None:
         data = ""
         if slowest["loading_s"] >= slowest["behind_s"] / 2:
-            data = f", {_ms(slowest['loading_s'])} of it waiting for its DataLoader (data loading?)"
+            data = f", {ms(slowest['loading_s'])} of it waiting for its DataLoader (data loading?)"
         add(
             f"slowest {word}",
-            f"{slowest['rank']}: last in {_percent(slowest['share'])} of steps, {_ms(slowest['behind_s'])} ms behind "
+            f"{slowest['rank']}: last in {percent(slowest['share'])} of steps, {ms(slowest['behind_s'])} ms behind "
             f"at the median{data}",
         )
     if traffic is not None:
         tensors, batches = round(traffic["tensors"]), max(1, round(traffic["batches"]))
-        each = f"{_count(tensors, 'tensor')} in {_count(batches, 'batch', 'batches')}"
-        add("traffic", f"{_size(traffic['bytes'])} per step and {word}, {each}, {traffic['via']}")
+        each = f"{count(tensors, 'tensor')} in {count(batches, 'batch', 'batches')}"
+        add("traffic", f"{size(traffic['bytes'])} per step and {word}, {each}, {traffic['via']}")
     memory = [(facts["memory"], ""), (facts["gpu_memory"], " on its GPU")]
-    told = [f"{_range(each['least'], each['most'])} per {word} at most{where}" for each, where in memory if each]
+    told = [f"{span(each['least'], each['most'])} per {word} at most{where}" for each, where in memory if each]
     if told:
         add("memory", ", ".join(told))
     if facts["notes"]:
         add("notes", "; ".join(facts["notes"]))
     return lines
-
-
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:,.1f}"
-
-
-def _size(number: float) -> str:
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if number < 1024 or unit == "GiB":
-            break
-        number /= 1024
-    return f"{number:.0f} bytes" if unit == "bytes" else f"{number:,.1f} {unit}"
-
-
-def _range(least: float, most: float) -> str:
-    low, high = _size(least), _size(most)
-    if low == high:
-        return high
-    return f"{low.split()[0] if low.split()[1] == high.split()[1] else low} to {high}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h {minutes:02}m {rest:02}s" if hours else f"{minutes}m {rest:02}s"

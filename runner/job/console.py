@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import time
 from collections.abc import Sequence
 
@@ -98,6 +99,19 @@ class Console:
         """A line that only ``--verbose`` shows."""
         if self._verbose:
             self.say(text)
+
+    @property
+    def columns(self) -> int:
+        """Columns of the terminal that stderr is; 0: lines cannot be redrawn there."""
+        try:
+            return os.get_terminal_size(2).columns if redraw_possible(2) else 0
+        except OSError:
+            return 0
+
+    def show_live(self, text: str) -> None:
+        """Shows a line below all others, in the place of the one before; empty: none. Not while nothing is read."""
+        if not text or not self.full:
+            self._printer.show_live(printable_lines(text).encode())
 
     def flush(self, *, wait_for_all: bool) -> None:
         """Waits until all is written. Without ``wait_for_all``, waits only briefly, since stdout may be blocked."""

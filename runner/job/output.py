@@ -7,6 +7,7 @@ writes it, is an *update*: on a terminal it is redrawn in place, elsewhere at mo
 from __future__ import annotations
 
 import os
+import re
 import select
 import threading
 import time
@@ -30,6 +31,10 @@ LINE_MAX_BYTES = 64 << 20
 _UPDATE_INTERVAL_S = 1.0
 _COLOURS = (36, 33, 32, 35, 34, 31)
 _ERASE_LINE = b"\x1b[2K"
+_ERASED_ROWS = (b"", b"\r" + _ERASE_LINE, b"\r" + _ERASE_LINE + b"\x1b[A" + _ERASE_LINE)
+_NO_WRAP, _WRAP = b"\x1b[?7l", b"\x1b[?7h"
+_MOVES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-ln-~]")
+"""Sequences of a terminal other than colours: while there is a line at the bottom, others must not leave their row."""
 _HIGH_WATER_BYTES = 8 << 20
 _LOW_WATER_BYTES = 1 << 20
 _WRITE_BYTES = 1 << 16
@@ -204,6 +209,12 @@ class Printer:
         self._splitters: dict[tuple[int, int], LineSplitter] = {}
         self._shown_s: dict[tuple[int, int], float] = {}
         self._update_is_shown = False
+        self._live = b""
+        """The line at the bottom of the terminal, below the update of a rank if there is one."""
+        self._update, self._update_of = b"", (-1, 0)
+        """The last one, with the stream that it is of; it goes with the next line of that stream."""
+        self._rows = 0
+        """Rows of the terminal that these two have now."""
 
     def place(self, hosts: Sequence[str], *, named: bool) -> None:
         """``hosts``: of each rank; ``named``: from now on prefixes have that, too."""
@@ -221,13 +232,50 @@ class Printer:
             splitter = self._splitters.pop((rank, stream), None)
             if splitter is not None:
                 self._show(rank, stream, splitter.finish(), now_s)
+            if self._live and self._update and self._update_of == (rank, stream):
+                line, self._update = self._update + b"\n", b""
+                self._beside_live(stream, line)
 
     def say(self, text: bytes) -> None:
         """Shows whole lines of hororun's own, on stderr."""
-        self._write(2, self._erase(2) + text)
+        if self._live:
+            self._beside_live(2, text)
+        else:
+            self._write(2, self._erase(2) + text)
+
+    def show_live(self, text: bytes) -> None:
+        """Shows a line at the bottom of the terminal, which stderr is, in the place of the one before; empty: none.
+
+        It is as wide as there is room, and so is the update of a rank above it: neither goes on in the next row.
+        """
+        if text or self._live:
+            before, self._live = self._live, text
+            if not before:
+                self._erase_update()
+            self._beside_live(2, b"")
+            if not text:
+                self._update_is_shown = bool(self._update)
+                self._write(2, self._update + b"\r" if self._update else b"")
+                self._update = b""
+
+    def _beside_live(self, stream: int, lines: bytes) -> None:
+        """Writes whole lines above it, and draws it again."""
+        erased = _ERASED_ROWS[self._rows]
+        shown = [each for each in (self._update, self._live) if each] if self._live else []
+        self._rows = len(shown)
+        drawn = _NO_WRAP + b"\r\n".join(shown) + b"\r" + _WRAP if shown else b""
+        for fd, data in ((2, erased), (stream, lines), (2, drawn)):
+            if data:
+                self._write(fd, data)
+
+    def _erase_update(self) -> None:
+        if self._update_is_shown:
+            self._write(min(self._terminals), _ERASE_LINE)
+            self._update_is_shown = False
 
     def close(self) -> None:
         """Shows the unfinished lines that are left and leaves the cursor on a line of its own."""
+        self.show_live(b"")
         for rank in sorted({rank for rank, _ in self._splitters}):
             self.finish(rank, float("inf"))
         if self._update_is_shown:
@@ -237,12 +285,24 @@ class Printer:
     def _show(self, rank: int, stream: int, pieces: list[Piece], now_s: float) -> None:
         out = bytearray()
         start = self._start_of_line(rank, stream)
+        if self._live and stream in self._terminals:
+            for piece in pieces:
+                text = start + _MOVES.sub(b"", piece.text)
+                out += b"" if piece.update else text + b"\n"
+                if piece.update:
+                    self._update, self._update_of = text, (rank, stream)
+                elif self._update_of == (rank, stream):
+                    self._update = b""
+            if pieces:
+                self._beside_live(stream, bytes(out))
+            return
         for piece in pieces:
             if not piece.update:
                 out += self._erase(stream) + start + piece.text + b"\n"
             elif stream in self._terminals:
                 out += self._erase(stream) + start + piece.text + b"\r"
                 self._update_is_shown = True
+                self._update, self._update_of = start + _MOVES.sub(b"", piece.text), (rank, stream)
             elif now_s - self._shown_s.get((rank, stream), float("-inf")) >= _UPDATE_INTERVAL_S:
                 out += start + piece.text + b"\n"
                 self._shown_s[rank, stream] = now_s
@@ -252,7 +312,7 @@ class Printer:
     def _erase(self, stream: int) -> bytes:
         if not self._update_is_shown or stream not in self._terminals:
             return b""
-        self._update_is_shown = False
+        self._update_is_shown, self._update = False, b""
         return _ERASE_LINE
 
     def _start_of_line(self, rank: int, stream: int) -> bytes:

@@ -207,6 +207,21 @@ class RemoteHost:
         if self.job_sent:
             self._send(encode_json(Kind.SIGNAL, {"number": number}))
 
+    def watch(self, every_s: float) -> bool:
+        """Asks the agent to report what its ranks have counted so often, as notes of theirs; 0: no more.
+
+        Returns:
+            Whether it has ranks.
+        """
+        if self.job_sent and not self.finished:
+            self._send(encode_json(Kind.WATCH, {"every_s": every_s}))
+        return self.job_sent
+
+    def show_stacks(self) -> None:
+        """Asks the agent to have its ranks show their stacks."""
+        if self.job_sent:
+            self._send(encode(Kind.STACKS))
+
     def kill(self) -> None:
         """Asks the agent to kill its ranks at once."""
         if self.job_sent:

@@ -32,23 +32,14 @@ from horo.runner.job.forwarded_variables import (
 from horo.runner.job.host_addresses import HostAddresses, find_addresses, open_store, store_addresses
 from horo.runner.job.init_tracker import Arrivals, side_by_side
 from horo.runner.job.json_report import report_of, write_report
-from horo.runner.job.placement import (
-    Placement,
-    PlacementError,
-    explain_idle_hosts,
-    place,
-    slots_of,
-)
+from horo.runner.job.placement import Placement, PlacementError, explain_idle_hosts, place, slots_of
 from horo.runner.job.remote import RemoteHost, explain_absence
 from horo.runner.job.report import Ending, awaited, exit_code, overdue, report, root_cause, signal_name
 from horo.runner.job.signals import SignalsToRanks
+from horo.runner.job.watching import RanksSeen, Watching
 from horo.runner.loop import Loop
 from horo.runner.network import NetworkError, free_port, is_local
-from horo.runner.processes import (
-    Guard,
-    Tree,
-    unread_input,
-)
+from horo.runner.processes import Guard, Tree, unread_input
 from horo.runner.start.remote_launcher import RemoteLauncher
 from horo.runner.stdout import explain_stdout
 
@@ -115,6 +106,8 @@ class Supervisor:
         self._errors: tuple[JobError, ...] = ()
         self._signal = 0
         self._paused = False
+        seen = RanksSeen(self._notes, self._names, self._ranks_by_host, self.process_word)
+        self._watching = Watching(loop, job, self._console, seen)
         self._signals = SignalsToRanks(loop, self._ranks_by_host)
         self._signals.listen(loop, self._on_signal, lambda: bool(self._running), batch=job.in_batch)
         loop.on_signal(signal.SIGTSTP, self._on_stop_key)
@@ -137,6 +130,7 @@ class Supervisor:
         self._loop.run_until(self._over)
         if self._store is not None:
             self._store.close()
+        self._watching.close()
         self._console.flush(wait_for_all=not self._signal)
         if not self._signal and not any(ending.failed for ending in self._endings):
             self._on_console()  # the last that was written may have failed
@@ -203,7 +197,7 @@ class Supervisor:
         for index in self._remotes.keys() - used:
             self._remotes[index].hang_up()
         self._host_of_rank = {placement.rank: placement.host for placement in placements}
-        self._names = {placement.rank: hosts[placement.host].name for placement in placements}
+        self._names.update({placement.rank: hosts[placement.host].name for placement in placements})
         self._console.place(list(self._names.values()))
         routes = {
             index: find_addresses(hosts[index].name, self._remotes[index].host_info or {}, self._job.interfaces)
@@ -308,6 +302,7 @@ class Supervisor:
         elif isinstance(event, Started):
             who = f"{self.process_word} {event.rank} on {self._names[event.rank]}"
             self._console.explain(f"{who} runs as process {event.pid}{event.bound and f', bound to {event.bound}'}")
+        self._watching.on_event(event)
 
     def _on_note(self, event: Noted) -> None:
         reader = self._notes.setdefault(event.rank, NoteReader())

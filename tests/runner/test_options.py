@@ -17,6 +17,7 @@ KINDS = {
     "by-jsrun": (["-np", "2", "--launcher", "jsrun"], ["cmd"]),
     "check-hosts": (["--check-hosts", "-H", "a:1,b:1"], []),
     "check-build": (["--check-build"], []),
+    "attach": (["--attach", "77"], []),
 }
 """What stands before the option that is tried, and after it."""
 SLURM = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a,b", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "1(x2)"}
@@ -70,6 +71,10 @@ EFFECT = {
     "json_report": ("--json-report r.json", OWN),
     "summary": ("--summary", OWN),
     "no_summary": ("--no-summary", OWN),
+    "live": ("--live", OWN),
+    "metrics_port": ("--metrics-port 9400", OWN),
+    "attach": ("--attach 77", {"attach"}),
+    "stacks": ("--stacks", {"attach"}),
     "verbose": ("--verbose", JOBS | {"check-hosts"}),
     "failure_seconds": ("--failure-seconds 3", OWN),
     "start_timeout": ("--start-timeout 3", JOBS | {"check-hosts"}),

@@ -10,6 +10,7 @@ import torch
 from torch.optim import optimizer as _torch_optimizer
 
 from horo.config.table import LaunchVariables, environment, read_variables
+from horo.diagnostics.on_signal import show_stack_on_signal
 from horo.diagnostics.page import Page
 from horo.errors import AbortedError
 from horo.torch.engine.steps import StepMeter
@@ -41,6 +42,8 @@ class Course:
         self._job = job
         self._steps = 0
         self._plain_steps = 0
+        if job.reporter.has_reader:
+            show_stack_on_signal()
         self.meter = StepMeter(job.context, Page(read_variables(LaunchVariables, environment()).counts_fd))
         self.meter.page.begin(size=job.size, cores=job.cores, ranks_here=self._ranks_here(), via=self._via())
         self.find_unused: Callable[[], list[str]] = list

@@ -1,0 +1,120 @@
+"""``hororun --attach PID``: the course of a job that another hororun of this user runs here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from horo.runner.config import EXIT_UNREACHABLE, JobError
+from horo.runner.job.attach_server import ATTACH_LINE, STACKS, WATCH, address_of, peer_of
+from horo.runner.job.output import redraw_possible
+
+__all__ = ["attach"]
+
+_STACKS_S = 1.0
+"""Without a line of a stack: all have come."""
+_FIRST_STACK_S = 5.0
+_PLAIN_EVERY_S = 30.0
+_READ_BYTES = 1 << 16
+_SOCKETS = Path("/proc/net/unix")
+_NAME = re.compile(r"@horo/hororun/(\d+)$", re.MULTILINE)
+_ERASE, _NO_WRAP, _WRAP = "\r\x1b[2K", "\x1b[?7l", "\x1b[?7h"
+
+
+def attach(pid: int, *, stacks: bool) -> int:
+    """Shows the line of ``--live`` until the job ends or Ctrl-C comes, which the job does not notice.
+
+    Args:
+        pid: of the hororun.
+        stacks: shows the stacks of the ranks instead, and ends.
+
+    Returns:
+        The exit code: 0, or 130 after Ctrl-C.
+
+    Raises:
+        JobError: it is not there, or another user's.
+    """
+    with _connect(pid) as connection:
+        try:
+            return _show_stacks(connection) if stacks else _show_line(connection, pid)
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+
+
+def _connect(pid: int) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(address_of(pid))
+    except OSError:
+        connection.close()
+        others = ", ".join(_running()) or "none"
+        raise JobError(
+            f"--attach {pid}: no hororun that can be attached to runs here under this number; those that run: {others}",
+            EXIT_UNREACHABLE,
+        ) from None
+    owner, user = peer_of(connection)
+    if owner != pid or (user != os.geteuid() and os.geteuid() != 0):
+        connection.close()
+        raise JobError(f"--attach {pid}: this process belongs to another user", EXIT_UNREACHABLE)
+    return connection
+
+
+def _running() -> list[str]:
+    """The numbers of those that can be attached to, as far as this user sees them."""
+    with contextlib.suppress(OSError):
+        found = map(int, _NAME.findall(_SOCKETS.read_text("ascii", "replace")))
+        return [str(pid) for pid in sorted(set(found)) if _is_mine(pid)]
+    return []
+
+
+def _is_mine(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return os.geteuid() in (0, Path(f"/proc/{pid}").stat().st_uid)
+    return False
+
+
+def _show_stacks(connection: socket.socket) -> int:
+    connection.sendall(STACKS)
+    wait_s, shown = _FIRST_STACK_S, False
+    while select.select([connection], [], [], wait_s)[0]:
+        data = connection.recv(_READ_BYTES)
+        if not data:
+            break
+        sys.stdout.write(data.decode("utf-8", "replace"))
+        sys.stdout.flush()
+        wait_s, shown = _STACKS_S, True
+    if not shown:
+        sys.stderr.write(
+            "hororun: no rank has shown its stack: they have not called init() yet, or hang in the kernel\n"
+        )
+    return 0
+
+
+def _show_line(connection: socket.socket, pid: int) -> int:
+    connection.sendall(WATCH)
+    is_terminal, shown_s = redraw_possible(1), float("-inf")
+    held = b""
+    try:
+        while data := connection.recv(_READ_BYTES):
+            *lines, held = (held + data).split(b"\n")
+            texts = [each.removeprefix(ATTACH_LINE).decode("utf-8", "replace") for each in lines]
+            text = texts[-1] if texts else ""
+            if text and is_terminal:
+                sys.stdout.write(f"{_ERASE}{_NO_WRAP}{text}{_WRAP}")
+            elif text and time.monotonic() - shown_s >= _PLAIN_EVERY_S:
+                sys.stdout.write(f"{text}\n")
+                shown_s = time.monotonic()
+            sys.stdout.flush()
+    finally:
+        if is_terminal:
+            sys.stdout.write(_ERASE)
+            sys.stdout.flush()
+    sys.stderr.write(f"hororun: the job of process {pid} is over\n")
+    return 0
