@@ -1,9 +1,10 @@
 """Doubles of libraries for GPUs: small shared libraries in place of the CUDA driver and NCCL, compiled by the tests."""
 
+import fcntl
 import functools
+import hashlib
 import os
 import subprocess
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -50,10 +51,15 @@ def _compile(library: str, defines: tuple[tuple[str, int | str], ...]) -> bytes:
     words = [os.environ.get("CC", "cc"), "-std=gnu11", "-shared", "-fPIC", "-pthread", "-O1", "-g", "-Wall", "-Werror"]
     words += ["-ffp-contract=off"]  # as the kernels are compiled for a GPU
     words += [f"-I{_CORE}", *(f"-D{name}={value}" for name, value in defines)]
-    with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder, library)
-        words += [f"-Wl,-soname,{_place_of('SONAME')}", "-o", str(made), str(source)]
-        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
-        if done.returncode:
-            raise RuntimeError(done.stderr)
-        return made.read_bytes()
+    words += [f"-Wl,-soname,{_place_of('SONAME')}", str(source)]
+    # One process of the run compiles it for all; the folder is the run's own.
+    made = Path(os.environ["TMPDIR"], f"double-{hashlib.sha256(repr(words).encode()).hexdigest()}")
+    with made.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            part = made.with_suffix(".part")
+            done = subprocess.run([*words, "-o", str(part)], capture_output=True, text=True, check=False, timeout=120)
+            if done.returncode:
+                raise RuntimeError(done.stderr)
+            part.rename(made)
+    return made.read_bytes()

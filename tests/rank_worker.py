@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
+import multiprocessing
 import os
 import pickle
 import signal
@@ -20,6 +22,8 @@ STACKS_END = "in serve\n"
 
 def serve(channel: Connection[Any, Any], environment: dict[str, str], log: str, init: bool) -> None:
     """The life of a rank; ``init``: call ``hvd.init()`` before the first function."""
+    gc.freeze()  # what is there already stays, and no search for garbage looks at it
+    multiprocessing.set_start_method("fork", force=True)  # of a DataLoader's workers: that of most scripts
     os.environ.update(environment)
     sink = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(sink, 1)

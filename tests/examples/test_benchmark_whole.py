@@ -208,6 +208,7 @@ needs_no_gpu = pytest.mark.skipif(
 )
 
 
+@whole
 def test_ranks_that_share_a_place_train_to_the_parameters_of_one(tmp_path: Path) -> None:
     rows, said = run("gpu_shared", tmp_path, *ON_CPU.split(), "--model", "resnet50-tiny", "--batch", "4")
     assert [(row["ranks"], row["contestant"], row["wrong"]) for row in rows] == [(2, "ceiling", ""), (2, "horo", "")]

@@ -25,7 +25,7 @@ import spaces
 import suite
 import torch
 from contest import Contest, ContestError, Turn
-from example_runs import LIMIT_SECONDS, ROOT, start
+from example_runs import LIMIT_SECONDS, ROOT, start, whole
 from jobs import TORCH_S, wait_until
 from workloads import allreduce as workload
 from workloads.collectives import Job
@@ -80,7 +80,7 @@ def end_of(driver: subprocess.Popen[str], left: list[psutil.Process]) -> tuple[i
     return driver.returncode, errors
 
 
-@pytest.mark.parametrize("name", ["horo", "probe"])
+@pytest.mark.parametrize("name", ["horo", pytest.param("probe", marks=whole)])
 def test_a_killed_rank_ends_the_contest_with_a_sentence(benchmark: subprocess.Popen[str], name: str) -> None:
     everybody = psutil.Process(benchmark.pid).children(recursive=True)
     victim = contestants_of(benchmark.pid, name)[1]

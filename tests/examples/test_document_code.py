@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from document_blocks import HOW_TO, PAGES, Block, blocks_of, python_blocks, runs_here
-from example_runs import LIMIT_SECONDS, ROOT, launcher, start
+from example_runs import LIMIT_SECONDS, ROOT, forked, launcher, start
 from jobs import port_for_later
 from rank_pool import RankPool
 
@@ -84,11 +84,12 @@ def test_the_script_with_ddp_and_the_one_with_horo_print_the_same_loss(tmp_path:
 @pytest.mark.parametrize("name", ["mingpt", "nanogpt", "torchvision"])
 def test_a_script_with_few_changes_trains_as_one_process(tmp_path: Path, name: str) -> None:
     path = Path(script(name, tmp_path, "how-to/few-changes.md"))
-    *words, python = launcher("hororun", 2)
-    together = start([*words, "--output", "rank0", python, str(path)]).stdout.splitlines()
+    ends, texts = zip(*forked(str(path)), strict=True)
     code = path.read_text(encoding="utf-8").replace("batch_size=8", "batch_size=16")
     path.write_text(code, encoding="utf-8")
-    alone = start([sys.executable, str(path)]).stdout.splitlines()
+    ((end, text),) = forked(str(path), ranks=1)
+    assert (*ends, end) == (0, 0, 0)
+    together, alone = texts[0].splitlines(), text.splitlines()
     assert len(together) == len(alone) == (3 if name == "torchvision" else 1)
     if name != "nanogpt":  # there each rank draws samples of its own
         numbers = [
@@ -207,7 +208,7 @@ print("equal")
 def test_contributions_are_added_in_the_order_of_ranks_on_each_host(tmp_path: Path, split: bool) -> None:
     path = tmp_path / "order.py"
     path.write_text(ORDER.format(split=split))
-    assert start([*launcher("hororun", 4), str(path)]).stdout.splitlines() == ["equal"] * 4
+    assert forked(str(path), ranks=4) == [(0, "equal\n")] * 4
 
 
 BATCHES, SAMPLES = 3, 4

@@ -31,7 +31,7 @@ def numbers(line: str) -> list[float]:
 
 def test_a_resumed_job_takes_the_steps_of_one_that_was_not_interrupted(tmp_path: Path) -> None:
     checkpoint = ["--checkpoint", str(tmp_path / "run.pt")]
-    whole = output_of("imagenet.py", "--epochs", "3")
+    whole = forked_output_of("imagenet.py", "--epochs", "3")
     assert [line.split()[1] for line in whole] == ["1/3", "2/3", "3/3"]
     losses = [numbers(line)[0] for line in whole]
     assert losses[2] < losses[1] < losses[0]

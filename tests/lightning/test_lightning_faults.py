@@ -31,7 +31,7 @@ FAULTS = {
 """The exit code, what hororun says, and the error of rank 0."""
 CASES = [(strategy, fault) for strategy in ("horo", "ddp") for fault in FAULTS if (strategy, fault) != ("horo", "stop")]
 """What is stopped under "horo" is found by the timeout of a stall only."""
-USUAL = {("horo", "raise"), ("horo", "interrupt"), ("ddp", "kill"), ("ddp", "stop")}
+USUAL = {("horo", "interrupt"), ("ddp", "kill"), ("ddp", "stop")}
 """Others are run by `make test-all`. That a rank dies under "horo" is in test_lightning_trainer.py."""
 
 

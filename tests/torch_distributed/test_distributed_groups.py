@@ -445,6 +445,9 @@ def test_groups_that_are_made_again_after_aborts_leave_nothing() -> None:
         for thread in threading.enumerate():
             if thread.name == "horo futures":  # it ends by itself
                 thread.join(10)
+        deadline = time.monotonic() + 20
+        while i >= 10 and process.num_threads() > max(counts[2:10])[1] and time.monotonic() < deadline:
+            time.sleep(0.01)
         counts.append((process.num_fds(), process.num_threads()))
     assert max(counts[10:]) <= max(counts[2:10]), counts
 
@@ -477,17 +480,20 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_the_entry_point_never_raises(what: str) -> None:
+def test_the_entry_point_never_raises() -> None:
     code = (
-        "import sys, types, torch\n"
+        "import os, sys, types, torch\n"
         "torch.distributed.Backend._plugins.pop('HORO')\n"
-        f"{BROKEN[what]}\n"
         "from horo.torch_backend import register\n"
-        "print(register())"
+        f"for what, broken in {BROKEN!r}.items():\n"
+        "    if os.fork() == 0:\n"
+        "        exec(broken)\n"
+        "        print(what, register(), sep=': ', flush=True)\n"
+        "        os._exit(0)\n"
+        "    assert os.wait()[1] == 0, what\n"
     )
     done = run_python("-c", code, check=True)
-    assert done.stdout.strip() == str(what.startswith("horo"))
+    assert done.stdout.splitlines() == [f"{what}: {what.startswith('horo')}" for what in BROKEN]
     assert done.stderr == ""
 
 
