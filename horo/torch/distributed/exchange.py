@@ -31,7 +31,7 @@ _TIMEOUT_MAX_MS = _TAG_MAX = 2**31 - 1
 _UNSET = timedelta(milliseconds=-1)
 """torch's word for the timeout of the group, in the options of a call."""
 _OTHERS_S = 60.0
-"""Longest wait at the end of a group for sends and receives of others."""
+"""Longest wait at the end of a group on several hosts for sends and receives of others."""
 _KEPT_MAX = 1000
 """Most keys with requests that a group keeps for later calls; each takes under 2 KiB."""
 _Tensor = torch.Tensor  # looked up once, not per call
@@ -84,7 +84,7 @@ class Exchange:
     """The ranks of one group, as far as this rank calls them."""
 
     def __init__(self, job: RunningRank | None, what: str, timeout: timedelta) -> None:
-        """``job``: None in a group of one rank. ``what``: the group, for messages. ``timeout``: of each collective."""
+        """``job``: None in a group of one rank. ``what``: the group, for messages. ``timeout``: of each call."""
         self.job = job
         self.pending = None if job is None else Pending(job.context)
         self._what = what
@@ -98,7 +98,7 @@ class Exchange:
         """The requests for each key of ``again`` that no thread is using; none in a group of one rank."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout of collectives that are begun from now on."""
+        """Sets the timeout of what is begun from now on."""
         self._timeout_ms = _milliseconds(timeout)
         self._kept.clear()
 
@@ -293,7 +293,7 @@ class Exchange:
         tensor = context.Tensor(source.data_ptr(), source.data_ptr(), (source.numel(),), DTYPES[source.dtype])
 
         def begin(buffer: RequestBuffer) -> None:
-            pending.core.send(tensor, peer, tag, buffer=buffer)
+            pending.core.send(tensor, peer, tag, timeout_ms=self._timeout_ms, buffer=buffer)
 
         def work() -> HoroWork:
             return self._work(begin, RequestBuffer(), [source], (), None)
@@ -319,7 +319,7 @@ class Exchange:
             return core.source(handle)
 
         def begin(buffer: RequestBuffer) -> None:
-            core.receive(tensor, peer, tag, buffer=buffer)
+            core.receive(tensor, peer, tag, timeout_ms=self._timeout_ms, buffer=buffer)
 
         def work() -> HoroWork:
             return self._work(begin, RequestBuffer(), [target], results, finish)
@@ -356,7 +356,7 @@ class Exchange:
             return
         # a rank that fails is waited for by others, rather than the reverse
         is_well = isinstance(sys.exc_info()[1], (type(None), StopIteration, SystemExit))
-        if self._has_paired and is_well:
+        if self._has_paired and is_well and self.job is not None and len(self.job.hosts) > 1:
             self._await_others()
         self._closed = why
         if self.job is None or self.pending is None:
@@ -366,7 +366,7 @@ class Exchange:
         self.pending.give_up(AbortedError(f"{self._what}: {why}"))
 
     def _await_others(self) -> None:
-        """A rank that leaves ends the group for all, also for two with a send between them. So all leave at once."""
+        """A rank that leaves ends sends between hosts, which pass through the leaders. So all leave at once."""
         opts = torch_distributed.BarrierOptions()
         opts.timeout = timedelta(milliseconds=_TIMEOUT_MAX_MS)  # that of the group would end it
         with contextlib.suppress(HoroError):
