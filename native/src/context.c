@@ -169,6 +169,13 @@ HORO_API int horo_submit(horo_context *context, const horo_request *request, int
                          size_t error_bytes) {
     struct hr_error failure;
     failure.code = HORO_OK; /* the text is written only with a code */
+    if (context == NULL) {
+        struct hr_request *made = NULL;
+        const int status = hr_request_create(request, &made, &failure);
+        hr_request_destroy(made);
+        *handle = 0;
+        return leave(status, &failure, error, error_bytes);
+    }
     HR_TRY(enter(context, error, error_bytes));
     return leave(hr_engine_submit(&context->engine, request, handle, &failure), &failure, error, error_bytes);
 }

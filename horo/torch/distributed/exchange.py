@@ -144,14 +144,10 @@ class Exchange:
             return None
         if source is None:
             return DONE
-        begin = _address(source)
-        end = begin if target is None else _address(target)
-        if not begin or not end:
-            return None
         result = source if target is None else target
-        if begin != end:  # FSDP gathers from the place of the result
-            with torch.no_grad():
-                result.view(-1).copy_(source.view(-1))
+        if not _address(source) or not _address(result):
+            return None
+        _copy_alone(source, result)
         count_change((result,))
         return done((result,)) if key[1] else DONE
 
@@ -169,14 +165,6 @@ class Exchange:
         may_keep = call.reduction.factor is None and not any(each.is_complex() for each in call.inputs)
         may_keep &= getattr(opts, "timeout", _UNSET) == _UNSET
         # the key has neither factor nor timeout, a complex tensor may be conjugated lazily
-        if self.pending is None:
-            _copy_alone(call)
-            if call.after is not None:
-                call.after()
-            count_change(call.results)
-            if call.key is not None and may_keep:
-                self._keep(call.key)
-            return done(call.results) if is_async else DONE
         buffer = RequestBuffer.of(
             OPS[call.op],
             None,
@@ -188,6 +176,16 @@ class Exchange:
             into=call.op in ("allgather", "alltoall"),
             timeout_ms=self._timeout_of(opts),
         )
+        if self.pending is None:
+            buffer.check()
+            for source, target in zip(call.inputs, call.outputs, strict=True):
+                _copy_alone(source, target, call.reduction.factor)
+            if call.after is not None:
+                call.after()
+            count_change(call.results)
+            if call.key is not None and may_keep:
+                self._keep(call.key)
+            return done(call.results) if is_async else DONE
         work = self._begin(buffer, is_async, (*call.inputs, *call.outputs), call.results, call.after)
         # ``again`` may have left what is kept
         if call.key is not None and may_keep and not self._kept.get(call.key):
@@ -392,12 +390,13 @@ def _address(tensor: torch.Tensor) -> int:
     return 0
 
 
-def _copy_alone(call: GroupCall) -> None:
-    for source, target in zip(call.inputs, call.outputs, strict=True):
-        if target is not source:
+def _copy_alone(source: torch.Tensor, target: torch.Tensor, factor: float | None = None) -> None:
+    """The part of a group of one rank in a collective, whose tensors are contiguous."""
+    with torch.no_grad():
+        if target.data_ptr() != source.data_ptr():  # FSDP gathers from the place of the result
             target.view(-1).copy_(source.view(-1))
-        if call.reduction.factor is not None:
-            target.mul_(call.reduction.factor)
+        if factor is not None:
+            target.mul_(factor)
 
 
 def writable(tensor: torch.Tensor, what: str, *, reduced: bool = False) -> torch.Tensor:
