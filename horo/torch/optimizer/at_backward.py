@@ -13,6 +13,7 @@ from horo.torch.compat.torch_private import is_autograd_compiled, tells_end_of_b
 from horo.torch.engine import runtime
 from horo.torch.engine.request import Request
 from horo.torch.ops.allreduce import Sum
+from horo.torch.optimizer.advice import Advice
 from horo.torch.optimizer.backward_hooks import call_at_end, current_run, is_nested
 from horo.torch.optimizer.gradient_reducer import GradientReducer
 from horo.torch.optimizer.membership import HOOK_LOCK, Membership
@@ -38,9 +39,8 @@ class BackwardReducer(GradientReducer):
     def __init__(self, membership: Membership, groups: Sequence[Sequence[torch.Tensor]]) -> None:
         if not tells_end_of_backward():
             raise UnsupportedError(
-                f"DistributedOptimizer: torch {torch.__version__} does not tell when a backward ends; use "
-                "gradients_ready='step' or HORO_GRADIENTS_READY=step, and call optimizer.synchronize() before "
-                "gradients are clipped"
+                f"{membership.owner}: torch {torch.__version__} does not tell when a backward ends; "
+                f"{membership.advice.no_end}"
             )
         self._accumulators: dict[torch.Tensor, tuple[torch.dtype, Any]] = {}
         """By parameter, autograd's node that has a hook, and for which dtype it was made. A node goes with its hooks
@@ -126,7 +126,7 @@ class BackwardReducer(GradientReducer):
             UsageError: A backward is in progress.
         """
         self.membership.follow_runtime(forget=True)
-        _refuse_in_backward(what)
+        _refuse_in_backward(what, self.membership.advice)
         for state in self.states.values() if self._first_run is not None else ():
             for item in () if state.pending is None else state.pending.packed:
                 item.forget_changes()  # what comes of them is cleared
@@ -150,15 +150,14 @@ class BackwardReducer(GradientReducer):
             UsageError: A backward is in progress or has not come to its end, or a gradient scaler has looked at
                 gradients that are not reduced.
         """
-        _refuse_in_backward("optimizer.step()")
+        _refuse_in_backward("optimizer.step()", self.membership.advice)
         self._refuse_unfinished("optimizer.step()")
         if self.is_reduced:
             return
         if scaler_has_looked(optimizer):
             raise UsageError(
                 "a gradient scaler looked at gradients that backward() has not reduced, since it ran inside no_sync() "
-                "or less often than backward_passes_per_step; call optimizer.synchronize() before "
-                "scaler.step(optimizer)"
+                f"or less often than backward_passes_per_step; {self.membership.advice.unreduced}"
             )
         self._reduce(is_at_step=True)
 
@@ -180,9 +179,8 @@ class BackwardReducer(GradientReducer):
         """
         if is_autograd_compiled():
             raise UsageError(
-                "torch's compiled autograd runs this backward(), and it does not tell when a backward ends; use "
-                "DistributedOptimizer(..., gradients_ready='step') or HORO_GRADIENTS_READY=step, and call "
-                "optimizer.synchronize() before gradients are clipped, or leave compiled autograd out"
+                "torch's compiled autograd runs this backward(), and it does not tell when a backward ends; leave "
+                f"compiled autograd out, or {self.membership.advice.no_end}"
             )
         runtime.current()  # raises before a backward is noted as in progress
         self.membership.follow_runtime()
@@ -204,9 +202,8 @@ class BackwardReducer(GradientReducer):
         if self._first_run is None:
             return
         raise UsageError(
-            f"{what}: the backward() before did not come to its end, so gradients are not all there; call "
-            "optimizer.zero_grad() and compute them again, on all ranks alike, or optimizer.synchronize() to take "
-            "part with the gradients as they are"
+            f"{what}: the backward() before did not come to its end, so gradients are not all there; "
+            f"{self.membership.advice.broken}"
         )
 
     def _end_broken(self) -> None:
@@ -277,7 +274,7 @@ class BackwardReducer(GradientReducer):
         self._hooks.append(node.register_prehook(_divider_of(weakref.ref(self), parameter)))
 
 
-def _refuse_in_backward(what: str) -> None:
+def _refuse_in_backward(what: str, advice: Advice) -> None:
     """Refuses a call of the optimizer that a hook of autograd makes, when gradients are not averaged.
 
     Raises:
@@ -285,8 +282,8 @@ def _refuse_in_backward(what: str) -> None:
     """
     if current_run() >= 0:
         raise UsageError(
-            f"{what} was called inside backward(), by a hook; gradients are averaged when backward() returns, so call "
-            "it after that, or use DistributedOptimizer(..., gradients_ready='step')"
+            f"{what} was called inside backward(), by a hook; gradients are averaged when backward() returns: "
+            f"{advice.in_hook}"
         )
 
 

@@ -276,6 +276,7 @@ class GradientReducer(abc.ABC):
                 self._active(),
                 optimizer.param_groups,
                 late,
+                membership.advice,
                 team=membership.team,
                 as_dense=self.options.sparse_as_dense,
             )

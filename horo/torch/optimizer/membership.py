@@ -17,6 +17,7 @@ from horo.torch.compat.dynamo import keep_step_hooks
 from horo.torch.engine import runtime as _runtime
 from horo.torch.engine.operation import refuse_lazy
 from horo.torch.ops.process_set import refuse_unregistered
+from horo.torch.optimizer.advice import OF_MODEL, OF_OPTIMIZER
 from horo.torch.optimizer.parameter_state import ParameterState, ReductionOptions
 
 __all__ = ["HOOK_LOCK", "Membership", "Newer", "forget_all", "members_with", "states_of_all"]
@@ -58,6 +59,7 @@ class Membership:
         self.options = options
         self.owner = owner
         """The function of the API that has made it, for messages."""
+        self.advice = OF_MODEL if owner == "hvd.distribute" else OF_OPTIMIZER
         self.nests_steps = sum("step" in vars(cls) for cls in type(optimizer).__mro__) > 2
         """Whether a ``step()`` of the optimizer may call that of its base class, which torch's hooks are around too."""
         self.follower: weakref.ref[Follower] | None = None

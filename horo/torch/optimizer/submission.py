@@ -256,7 +256,7 @@ class GradientSubmitter:
             return None  # groups of different lengths
         everyone = forms.tensor.view(len(ranks), -1, 3)  # of each rank and gradient: used, sparse dimensions, mark
         marks = everyone[:, 0, 2].tolist()
-        is_apart = any(marks) and self.progress.meet(marks, ranks)
+        is_apart = any(marks) and self.progress.meet(marks, ranks, self.membership.advice)
         is_used = everyone[:, :, 0].bool()
         sparse_dims = set(everyone[:, 0, 1][is_used[:, 0]].tolist())
         if sparse_dims <= {0}:
