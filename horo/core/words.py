@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from horo.core.binding import ffi, lib
@@ -9,6 +10,8 @@ from horo.errors import error_from_status
 
 __all__ = ["STATUS_NAMES", "as_words", "check", "error_buffer", "text_of"]
 
+_OF_OBJECTS = re.compile(r"\b((?:allgather|broadcast)_object)-header\.(hvd\.shard)?")
+"""The begin of a name of the first exchange of a call."""
 STATUS_NAMES: dict[int, str] = {getattr(lib, name): name for name in dir(lib) if name.startswith("HORO_ERR_")}
 """Name of each status code of the core."""
 
@@ -24,8 +27,9 @@ def as_words(text: str) -> bytes:
 
 
 def text_of(chars: Any) -> str:
-    """A text of the core."""
-    return bytes(ffi.string(chars)).decode("utf-8", "replace")
+    """A text of the core; calls have the names there that their user knows."""
+    text = bytes(ffi.string(chars)).decode("utf-8", "replace")
+    return _OF_OBJECTS.sub(lambda found: found[2] or f"{found[1]}.", text) if "_object-header." in text else text
 
 
 def check(status: int, error: Any, is_told: bool = False) -> None:

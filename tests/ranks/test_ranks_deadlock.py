@@ -49,6 +49,24 @@ def test_fewer_batches_are_reported(hororun: Hororun, tmp_path: Path, workers: i
     assert re.search(rf"^hororun: rank [01] on \w+ ended with {told} \(train\.py, line", done.stderr, re.MULTILINE)
 
 
+OBJECTS = """
+import torch
+import horo.torch as hvd
+hvd.init()
+if hvd.rank() == 0:
+    next(iter(hvd.shard(torch.utils.data.DataLoader(torch.arange(8.0)))))
+hvd.broadcast_object(1, name="settings")
+"""
+
+
+def test_calls_with_objects_have_the_names_that_the_script_gave_them(hororun: Hororun, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(OBJECTS)
+    done = hororun.start("-np", "2", "train.py", cwd=tmp_path).finish(TORCH_S)
+    told = r"DeadlockError: rank 0 waits for 'hvd\.shard' \(train\.py:6\), rank 1 for 'broadcast_object\.settings' \("
+    assert re.search(told, done.stderr), done.stderr
+    assert "-header" not in done.stderr
+
+
 HEAD = """
 import os, pathlib, signal, time
 from horo.bootstrap.job import start

@@ -11,6 +11,7 @@ from rank_pool import RankPool, on
 from small_model import gradients_of, make_batch, make_loss, make_model, mean_gradients
 
 import horo.torch as hvd
+from horo.torch.optimizer.advice import OF_MODEL
 
 
 def assert_equal_on_all(model: torch.nn.Module) -> None:
@@ -229,3 +230,31 @@ def test_a_distributed_model_goes_on_in_the_next_job(fresh2: RankPool) -> None:
         assert not torch.equal(model[0].weight, make_model()[0].weight)
 
     fresh2.run(check)
+
+
+class _Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError("broken in the middle")
+
+
+def test_errors_advise_what_a_distributed_model_has() -> None:
+    assert not any("synchronize()" in each or "GRADIENTS_READY" in each for each in OF_MODEL)
+
+
+@on("ranks2_in_backward")
+def test_an_exception_in_the_backward_of_a_distributed_model_has_a_remedy_that_it_has() -> None:
+    model = hvd.distribute(make_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match="broken in the middle"):
+        model[2](_Broken.apply(model[0](make_batch(hvd.rank(), 7)))).square().mean().backward()
+    with pytest.raises(ValueError, match=r"did not come to its end.*compute them again, on all ranks alike$"):
+        optimizer.step()
+    optimizer.zero_grad()
+    make_loss(model, hvd.rank(), 0).backward()
+    optimizer.step()
+    assert_equal_on_all(model)

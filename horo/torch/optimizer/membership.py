@@ -17,6 +17,7 @@ from horo.torch.compat.dynamo import keep_step_hooks
 from horo.torch.engine import runtime as _runtime
 from horo.torch.engine.operation import refuse_lazy
 from horo.torch.ops.process_set import refuse_unregistered
+from horo.torch.optimizer.advice import OF_MODEL, OF_OPTIMIZER
 from horo.torch.optimizer.parameter_state import ParameterState, ReductionOptions
 
 __all__ = ["HOOK_LOCK", "Membership", "Newer", "forget_all", "members_with", "states_of_all"]
@@ -28,7 +29,7 @@ HOOK_LOCK = threading.RLock()  # a signal handler may compute gradients, too
 class Follower(Protocol):
     """The strategy of an optimizer, as its membership needs it."""
 
-    def hook(self, parameter: Any) -> None:
+    def hook(self, state: ParameterState) -> None:
         """Called once for each parameter that is found to require grad."""
 
     def leave_job(self) -> None:
@@ -58,6 +59,7 @@ class Membership:
         self.options = options
         self.owner = owner
         """The function of the API that has made it, for messages."""
+        self.advice = OF_MODEL if owner == "hvd.distribute" else OF_OPTIMIZER
         self.nests_steps = sum("step" in vars(cls) for cls in type(optimizer).__mro__) > 2
         """Whether a ``step()`` of the optimizer may call that of its base class, which torch's hooks are around too."""
         self.follower: weakref.ref[Follower] | None = None
@@ -135,7 +137,7 @@ class Membership:
                 if parameter.requires_grad and parameter not in self.hooked:
                     self.hooked.add(parameter)
                     if (follower := self._follower()) is not None:
-                        follower.hook(parameter)
+                        follower.hook(state)
                 states.append(state)
         if is_larger:
             self.claim_parameters()
@@ -227,8 +229,7 @@ class Membership:
         self.checked = 0
         self._are_named = False
         for state in self.states.values():
-            state.kind = None
-            state.varies = False
+            state.forget()
         self._rounds = rounds
         if (follower := self._follower()) is not None:
             follower.begin_job()

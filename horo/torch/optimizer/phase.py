@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from horo.errors import UsageError
+from horo.torch.optimizer.advice import OF_OPTIMIZER, Advice
 from horo.torch.optimizer.comparison import Comparison, checksum, options_of
 from horo.torch.optimizer.parameter_state import ParameterState
 
@@ -64,7 +65,7 @@ class StepProgress:
                 "and step() equally often on all ranks"
             )
 
-    def meet(self, marks: Sequence[int], ranks: Sequence[int]) -> bool:
+    def meet(self, marks: Sequence[int], ranks: Sequence[int], advice: Advice = OF_OPTIMIZER) -> bool:
         """Whether these ranks, of which those are the marks, were at different places of the same step.
 
         Raises:
@@ -82,9 +83,8 @@ class StepProgress:
         if ahead and behind:
             raise UsageError(
                 f"{_ranks(behind)} has called backward() once more since its last optimizer.step(), but "
-                f"{_ranks(ahead)} had called step() already, so gradients of different steps were added up; call "
-                "backward() equally often per step on all ranks, or run each inside optimizer.no_sync() and call "
-                "optimizer.synchronize() once per step on every rank"
+                f"{_ranks(ahead)} had called step() already, so gradients of different steps were added up; "
+                f"{advice.behind}"
             )
         fewest = min(mark // _STEPS for mark in marks)
         further = [rank for rank, mark in zip(ranks, marks, strict=True) if mark // _STEPS > fewest]
@@ -104,6 +104,7 @@ def refuse_different_steps(
     states: Iterable[ParameterState],
     groups: Iterable[Mapping[str, Any]],
     late: list[int],
+    advice: Advice,
     *,
     team: int,
     as_dense: bool,
@@ -115,6 +116,7 @@ def refuse_different_steps(
         states: Have the gradients.
         groups: The parameter groups of the optimizer.
         late: The late ranks, for the message.
+        advice: For it, too.
         team: The ranks that take part.
         as_dense: Gradients are averaged as dense ones: one may be sparse on ranks that have used its parameter only.
 
@@ -131,8 +133,7 @@ def refuse_different_steps(
         raise UsageError(
             f"{_ranks(late)} took part in the reduction from optimizer.step(), without a backward() before it, when "
             f"other ranks had their gradients already; now {different[0]} {verb} not equal on all ranks, as after "
-            "clipping: call optimizer.synchronize() on every rank before gradients are used (it does nothing after a "
-            "backward())"
+            f"clipping: {advice.early}"
         )
 
 
