@@ -70,6 +70,11 @@ def old_script(tmp_path: Path) -> str:
     return "old.py"
 
 
+def in_front(folder: Path) -> str:
+    """A PYTHONPATH with a folder in front of what leads to tests/startup."""
+    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+
+
 @pytest.mark.parametrize(
     ("where", "command"),
     [("localhost:8", ["old.py"]), ("one:2,two:2", [sys.executable, "old.py"])],
@@ -78,7 +83,7 @@ def old_script(tmp_path: Path) -> str:
 def test_a_script_of_horovods_runs_unchanged(
     hororun: Hororun, where: str, command: list[str], old_script: str, tmp_path: Path
 ) -> None:
-    installed = str(tmp_path / "installed")
+    installed = in_front(tmp_path / "installed")
     words = ["--horovod", "--no-prefix", "-np", "2", *command, "5"]
     done = hororun.start(*words, where=where, cwd=tmp_path, environment={"PYTHONPATH": installed}).finish(TORCH_S)
     assert (done.returncode, done.stderr) == (0, "")
@@ -129,7 +134,7 @@ def test_without_the_option_horovod_is_what_is_installed(hororun: Hororun, tmp_p
 
 @pytest.mark.parametrize("form", [["old.py"], ["-m", "old"]], ids=" ".join)
 def test_python_m_horo_horovod(form: list[str], old_script: str, tmp_path: Path) -> None:
-    words, environment = ["-m", "horo.horovod", *form, "--lr", "1"], {"PYTHONPATH": str(tmp_path / "installed")}
+    words, environment = ["-m", "horo.horovod", *form, "--lr", "1"], {"PYTHONPATH": in_front(tmp_path / "installed")}
     done = run_python(*words, cwd=tmp_path, environment=environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [line.format(size=1, arguments=["--lr", "1"]) for line in PRINTED]
