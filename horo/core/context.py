@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from horo.core.binding import ffi, lib
+from horo.core.buckets import Buckets
 from horo.core.events import Event, event_of
 from horo.core.log_lines import LogLines
 from horo.core.pairs import Pairs
@@ -72,7 +73,7 @@ _NULL, _submit, _run, _finish = ffi.NULL, lib.horo_submit, lib.horo_run, lib.hor
 _words = Words()
 
 
-class Context(Pairs):
+class Context(Pairs, Buckets):
     """The native context of one rank. Thread-safe, except that no method may run during or after ``destroy``."""
 
     _is_aborted = False

@@ -19,7 +19,14 @@ class Pairs:
     log_lines: LogLines
 
     def send(
-        self, tensor: Tensor, peer: int, tag: int = 0, *, sync: bool = False, buffer: RequestBuffer | None = None
+        self,
+        tensor: Tensor,
+        peer: int,
+        tag: int = 0,
+        *,
+        sync: bool = False,
+        timeout_ms: int = 0,
+        buffer: RequestBuffer | None = None,
     ) -> int:
         """Sends the input of a tensor in host memory to another rank; never blocks.
 
@@ -29,6 +36,7 @@ class Pairs:
             peer: Who receives it.
             tag: 0 to 2^31 - 1. Sends to one rank with one tag are received in their order.
             sync: the calling thread waits for it next.
+            timeout_ms: ends the group, with TimeoutError, if it is not done by then; 0: never.
             buffer: its ``last_handle`` receives the handle before a signal handler can run.
 
         Returns:
@@ -38,28 +46,36 @@ class Pairs:
             UsageError: no such rank, this rank, or no such tag.
             HoroError: as ``submit``. The request fails with MismatchError if the receiver has another dtype or count.
         """
-        return self._begin(lib.horo_send, tensor, (peer, tag), sync, buffer)
+        return self._begin(lib.horo_send, tensor, (peer, tag, lib.HORO_SUBMIT_SYNC * sync, timeout_ms), buffer)
 
     def receive(
-        self, tensor: Tensor, peer: int | None, tag: int = 0, *, sync: bool = False, buffer: RequestBuffer | None = None
+        self,
+        tensor: Tensor,
+        peer: int | None,
+        tag: int = 0,
+        *,
+        sync: bool = False,
+        timeout_ms: int = 0,
+        buffer: RequestBuffer | None = None,
     ) -> int:
         """Receives into the output of a tensor what another rank sends with this tag; the rest as of ``send``.
 
         Args:
             peer: Who sends it; None: whoever does so first.
         """
-        return self._begin(lib.horo_receive, tensor, (-1 if peer is None else peer, tag), sync, buffer)
+        from_whom = -1 if peer is None else peer
+        return self._begin(lib.horo_receive, tensor, (from_whom, tag, lib.HORO_SUBMIT_SYNC * sync, timeout_ms), buffer)
 
     def source(self, handle: int) -> int:
         """The rank whose send a receive has taken, before ``release``; negative if the handle is none of a receive."""
         return int(lib.horo_source(self._context, handle))
 
     def _begin(
-        self, function: Any, tensor: Tensor, place: tuple[int, int], sync: bool, buffer: RequestBuffer | None
+        self, function: Any, tensor: Tensor, call: tuple[int, int, int, int], buffer: RequestBuffer | None
     ) -> int:
         handle = ffi.new("int64_t *") if buffer is None else buffer.handle_out
         error, memory = error_buffer(), pack([tensor])
-        native, flags = ffi.cast("horo_tensor *", memory), lib.HORO_SUBMIT_SYNC if sync else 0
-        status = function(self._context, native, *place, flags, handle, error, lib.HORO_MESSAGE_MAX)
+        native = ffi.cast("horo_tensor *", memory)
+        status = function(self._context, native, *call, handle, error, lib.HORO_MESSAGE_MAX)
         self.log_lines.check(status, error)
         return int(handle[0])

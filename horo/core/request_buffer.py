@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from horo.core.binding import ffi, lib
+from horo.core.words import check, error_buffer
 
 __all__ = ["DTYPES", "OPS", "OP_NAMES", "REDUCE_OPS", "RequestBuffer", "TakenResult", "Tensor", "Words", "pack"]
 
@@ -239,6 +240,11 @@ class RequestBuffer:
             self._long_name = ffi.from_buffer(text)
             self._name_at = int(ffi.cast("uintptr_t", self._long_name))
         _POINTER.pack_into(self._view, 0, self._name_at)
+
+    def check(self) -> None:
+        """Raises UsageError or UnsupportedError where a job of any size refuses it; it is not submitted."""
+        error = error_buffer()
+        check(lib.horo_submit(ffi.NULL, self.request, self.handle_out, error, lib.HORO_MESSAGE_MAX), error)
 
     def set_addresses(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Replaces the addresses of all tensors."""

@@ -363,7 +363,7 @@ HORO_API void horo_show_step(horo_context *context, const int64_t *step);
 HORO_API uint64_t horo_count_of(horo_context *context, int32_t op);
 /* In a forked child: closes its copies of all descriptors; every later call says HORO_ERR_FORKED. */
 HORO_API void horo_after_fork(horo_context *context);
-/* Never blocks. On HORO_OK *handle is positive and must be given to horo_release once. Else see horo_error. */
+/* Never blocks. On HORO_OK *handle is positive, for horo_release; 0 without a context, where it is only checked. */
 HORO_API int horo_submit(horo_context *context, const horo_request *request, int64_t *handle, char *error,
                          size_t error_bytes);
 

@@ -169,6 +169,13 @@ HORO_API int horo_submit(horo_context *context, const horo_request *request, int
                          size_t error_bytes) {
     struct hr_error failure;
     failure.code = HORO_OK; /* the text is written only with a code */
+    if (context == NULL) {
+        struct hr_request *made = NULL;
+        const int status = hr_request_create(request, &made, &failure);
+        hr_request_destroy(made);
+        *handle = 0;
+        return leave(status, &failure, error, error_bytes);
+    }
     HR_TRY(enter(context, error, error_bytes));
     return leave(hr_engine_submit(&context->engine, request, handle, &failure), &failure, error, error_bytes);
 }
@@ -250,22 +257,23 @@ HORO_API int horo_added_team(horo_context *context, int64_t handle) {
     return hr_membership_answer(&context->engine, handle, HORO_ADD_TEAM);
 }
 
-static int begin_move(horo_context *context, int op, const horo_tensor *tensor, struct hr_pair pair, int32_t flags,
-                      int64_t *handle, char *error, size_t error_bytes) {
+static int begin_move(horo_context *context, const horo_request *call, struct hr_pair pair, int64_t *handle,
+                      char *error, size_t error_bytes) {
     struct hr_error failure = {0};
     HR_TRY(enter(context, error, error_bytes));
-    return leave(hr_pairs_submit(&context->engine.pairs, op, tensor, pair, flags, handle, &failure), &failure, error,
-                 error_bytes);
+    return leave(hr_pairs_submit(&context->engine.pairs, call, pair, handle, &failure), &failure, error, error_bytes);
 }
 
 HORO_API int horo_send(horo_context *context, const horo_tensor *tensor, int32_t peer, int32_t tag, int32_t flags,
-                       int64_t *handle, char *error, size_t error_bytes) {
-    return begin_move(context, HORO_SEND, tensor, (struct hr_pair){peer, tag}, flags, handle, error, error_bytes);
+                       int32_t timeout_ms, int64_t *handle, char *error, size_t error_bytes) {
+    const horo_request call = {.op = HORO_SEND, .tensors = tensor, .flags = flags, .timeout_ms = timeout_ms};
+    return begin_move(context, &call, (struct hr_pair){peer, tag}, handle, error, error_bytes);
 }
 
 HORO_API int horo_receive(horo_context *context, const horo_tensor *tensor, int32_t peer, int32_t tag, int32_t flags,
-                          int64_t *handle, char *error, size_t error_bytes) {
-    return begin_move(context, HORO_RECEIVE, tensor, (struct hr_pair){peer, tag}, flags, handle, error, error_bytes);
+                          int32_t timeout_ms, int64_t *handle, char *error, size_t error_bytes) {
+    const horo_request call = {.op = HORO_RECEIVE, .tensors = tensor, .flags = flags, .timeout_ms = timeout_ms};
+    return begin_move(context, &call, (struct hr_pair){peer, tag}, handle, error, error_bytes);
 }
 
 HORO_API int horo_source(horo_context *context, int64_t handle) {

@@ -72,4 +72,7 @@ def side_by_side(command: Sequence[str], endings: Sequence[Ending], store: Store
     if len(endings) < 2 or not runs_python or not none_came or any(each.failed for each in endings):
         return ""
     copies = len(endings)
-    return f"no rank called init() of horo: for horo, {copies} copies ran side by side; is hvd.init() missing?"
+    return (
+        f"no rank called init() of horo: for horo, {copies} copies ran side by side; is hvd.init() missing, or do they "
+        "train by another backend of torch.distributed?"
+    )

@@ -187,6 +187,8 @@ def test_sends_and_receives_that_never_meet_are_told(call: str, hosts: list[int]
     texts = run_ranks(body, hosts)
     verb = {"send": "send to"}.get(call, "receive from")
     assert set(texts) == {texts[0]}
+    advice = {"send": "let one rank receive first", "receive": "does one of the ranks send first"}
+    assert advice.get(call, "has a rank fewer batches") in texts[0]
     for rank in range(sum(hosts)):
         waited = "all" if call == "barrier" and rank == 0 else f"{verb} rank {(rank + 1) % sum(hosts)}, tag 0"
         assert re.search(rf"rank {rank}( waits)? for '{waited}' \(\w+\.py:\d+\)", texts[0]), texts[0]

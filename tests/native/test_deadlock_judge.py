@@ -10,6 +10,8 @@ NONE, OPEN, ASK, DEADLOCK = range(4)
 INTERNAL = -60
 
 QUESTION = "has a rank fewer batches, or has it skipped a backward() or step()?"
+SENDS = "a send ends when it is received: let one rank receive first, or use isend and irecv, or batch_isend_irecv"
+RECEIVES = "does one of the ranks send first, with the tag that the other receives?"
 
 
 class Judge:
@@ -127,28 +129,34 @@ def test_what_may_finish_is_no_deadlock(judges: list[Judge], messages: list[byte
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("one", "other", "names", "advice"),
     [
-        ([(1, 0, False)], [(0, 0, False)]),
-        ([(1, 0, True)], [(0, 0, True)]),
-        ([(1, 2, True)], [(0, 3, False)]),
-        ([(1, 2, True)], [(5, 2, False)]),
-        ([(7, 2, True), (-1, 2, False)], []),
+        ([(1, 0, False)], [(0, 0, False)], [], RECEIVES),
+        ([(1, 0, True)], [(0, 0, True)], [], SENDS),
+        ([(1, 0, True)], [(0, 0, True)], [1], QUESTION),
+        ([(1, 2, True)], [(0, 3, False)], [], RECEIVES),
+        ([(1, 2, True)], [(5, 2, False)], [], RECEIVES),
+        ([(7, 2, True), (-1, 2, False)], [], [], RECEIVES),
+        ([(1, 2, True)], [], [1], QUESTION),
     ],
 )
 def test_sends_and_receives_that_do_not_meet_are_a_deadlock(
-    judges: list[Judge], one: list[tuple[int, int, bool]], other: list[tuple[int, int, bool]]
+    judges: list[Judge],
+    one: list[tuple[int, int, bool]],
+    other: list[tuple[int, int, bool]],
+    names: list[int],
+    advice: str,
 ) -> None:
     judge = judges[0]
 
     def note(question: int) -> None:
         judge.note(blocked(0, "x", [], moves=one, ended=(3, 1), question=question))
-        judge.note(blocked(1, "y", [], moves=other, ended=(4, 6), question=question))
+        judge.note(blocked(1, "y", names, moves=other, ended=(4, 6), question=question))
 
     note(0)
     assert judge.verdict() == (ASK, "")
     note(judge.question())
-    assert judge.verdict() == (DEADLOCK, f"rank 0 waits for x, rank 1 for y; {QUESTION}")
+    assert judge.verdict() == (DEADLOCK, f"rank 0 waits for x, rank 1 for y; {advice}")
 
 
 def test_a_thread_that_may_submit_leaves_it_open(judges: list[Judge]) -> None:

@@ -281,15 +281,139 @@ def test_a_rank_that_dies_fails_what_is_pending_with_its_name(size: int, direct_
         group.run(body)
 
 
-def test_a_rank_that_leaves_ends_what_is_pending() -> None:
-    with Group([3]) as group:
-        pending = group.run(lambda rank: rank.receive(np.zeros(9), None) if rank.rank else 0)
-        group.leave(0)
-        for rank in (1, 2):
-            with pytest.raises(
-                AbortedError, match=r"rank 0 \(host0\) has shut horo down.*receive from any rank, tag 0"
-            ):
-                group.contexts[rank].finish(pending[rank])
+def leave(group: Group, rank: int) -> None:
+    """Until all others know that it has left."""
+    group.leave(rank)
+    wait_for(lambda: all(each.health() is not None for each in group.contexts if each._context))
+
+
+on_one_host = pytest.mark.parametrize("direct_bytes", [0, 1], ids=["by the ring", "direct"])
+
+
+@on_one_host
+def test_ranks_that_stay_send_and_receive_when_others_have_left(direct_bytes: int) -> None:
+    with Group([4], direct_bytes=direct_bytes) as group:
+        ranks = [Rank(context) for context in group.contexts]
+        size = 3_000_000
+        early, late = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
+        receive, collective = ranks[1].receive(early, 2), ranks[1].submit("barrier", "b", [])
+        leave(group, 0)
+        with pytest.raises(AbortedError, match=r"rank 0 \(host0\) has shut horo down"):
+            ranks[1].finish(collective)
+        ranks[2].finish(ranks[2].send(content(1, size), 1))
+        ranks[1].finish(receive)
+        leave(group, 3)
+
+        def exchange(rank: Rank) -> None:
+            for i in range(50):
+                peer, other = 3 - rank.rank, np.zeros(1 + i * 997, np.uint8)
+                rank.finish(rank.receive(other, None if i % 2 else peer, i), rank.send(content(i, other.size), peer, i))
+                assert np.array_equal(other, content(i, other.size))
+
+        group.run(exchange, ranks=[1, 2])
+        receive = ranks[1].receive(late, 2)
+        group.run(lambda rank: rank.finish(rank.send(content(2, size), 1)), ranks=[2])
+        ranks[1].finish(receive)
+        assert np.array_equal(early, content(1, size))
+        assert np.array_equal(late, content(2, size))
+
+
+@on_one_host
+def test_a_rank_that_leaves_ends_what_others_have_begun_with_it(direct_bytes: int) -> None:
+    with Group([3], direct_bytes=direct_bytes) as group:
+        ranks = [Rank(context) for context in group.contexts]
+        arrays = [np.zeros(1 << 20, np.uint8) for _ in range(4)]
+        pending = [ranks[1].receive(arrays[0], 0), ranks[1].send(arrays[1], 0), ranks[1].receive(arrays[2])]
+        leave(group, 0)
+        for handle, name in zip(pending[:2], ("receive from rank 0, tag 0", "send to rank 0, tag 0"), strict=True):
+            with pytest.raises(AbortedError, match=rf"rank 0 \(host0\) has shut horo down; pending here: '{name}'"):
+                ranks[1].finish(handle)
+        with pytest.raises(AbortedError, match=r"rank 0 \(host0\) has shut horo down"):
+            ranks[1].finish(ranks[1].send(arrays[3], 0))
+        assert ranks[1].context.in_progress(pending[2])  # rank 2 may still send
+        leave(group, 2)
+        with pytest.raises(AbortedError, match=r"has shut horo down; pending here: 'receive from any rank, tag 0'"):
+            ranks[1].finish(pending[2])
+
+
+def test_between_hosts_a_rank_that_leaves_ends_what_is_pending() -> None:
+    with Group([2, 2]) as group:
+        ranks = [Rank(context) for context in group.contexts]
+        got = np.zeros(100_000)
+        far, near = ranks[1].receive(np.zeros(9), 2), ranks[2].receive(got, 3)
+        leave(group, 0)
+        with pytest.raises(AbortedError, match=r"rank 0 \(host0\) has shut horo down.*receive from rank 2, tag 0"):
+            ranks[1].finish(far)
+        with pytest.raises(AbortedError, match=r"rank 0 \(host0\) has shut horo down.*send to rank 1, tag 0"):
+            ranks[3].finish(ranks[3].send(np.zeros(9), 1))
+        ranks[3].finish(ranks[3].send(np.ones(100_000), 2))
+        ranks[2].finish(near)
+        assert np.all(got == 1)
+
+
+@on_one_host
+@pytest.mark.parametrize("first", [True, False])
+def test_what_a_rank_that_leaves_has_sent_may_still_be_received(direct_bytes: int, first: bool) -> None:
+    with Group([3], direct_bytes=direct_bytes) as group:
+        ranks = [Rank(context) for context in group.contexts]
+        got = np.zeros(1 << 20, np.uint8)
+        ranks[0].send(content(3, got.size).copy(), 1)
+        if not first:
+            leave(group, 2)
+        leaving = threading.Thread(target=group.leave, args=(0,))
+        leaving.start()
+        ranks[1].finish(ranks[1].receive(got, 0))
+        leaving.join()
+        assert np.array_equal(got, content(3, got.size))
+
+
+def test_a_rank_waits_no_longer_for_its_sends_when_another_leaves_meanwhile() -> None:
+    with Group([3], stall_warning_ms=0) as group:
+        Rank(group.contexts[0]).send(np.zeros(9), 1)
+        leaving = threading.Thread(target=group.leave, args=(0,), daemon=True)
+        leaving.start()
+        wait_for(lambda: not group.contexts[0]._context)
+        group.leave(2)
+        leaving.join(60)
+        assert not leaving.is_alive()
+
+
+KILLED_BEHIND_THE_END = """
+import os, signal
+import numpy as np
+from fabric import close_setup, make_setups
+from ranks import Rank, wait_for
+from horo.core.context import Context
+from horo.errors import AbortedError
+
+setups = make_setups([4], stall_warning_ms=0)
+me = next((rank for rank in (1, 2, 3) if os.fork() == 0), 0)
+for other in {0, 1, 2, 3} - {me}:
+    close_setup(setups[other])
+rank = Rank(Context(setups[me]))
+rank.barrier()
+pending = rank.receive(np.ones(1), 2) if me == 3 else 0
+if me == 1:
+    rank.context.destroy()
+    os._exit(0)
+if me == 0:
+    for _ in range(3):
+        os.wait()
+    os._exit(0)
+wait_for(lambda: rank.context.health() is not None)
+if me == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    rank.finish(pending)
+except AbortedError as error:
+    print(error, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_rank_that_is_killed_when_another_has_left_ends_what_is_pending_with_it() -> None:
+    said = run_script(KILLED_BEHIND_THE_END)
+    assert re.match(r"rank 2 \(host0\) has shut horo down; pending here: 'receive from rank 2, tag 0'", said), said
 
 
 LEAVER = """

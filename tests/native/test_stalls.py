@@ -149,3 +149,24 @@ def test_who_is_waited_for_in_the_middle_in_a_process_set_is_named_by_its_rank()
             end.close()
     late = set(re.findall(r"waiting in process set 1 \(ranks 1, 2\) for (.*) in the middle of an operation", text))
     assert late == {"rank 1 (host1)", "rank 2 (host2)"}, text
+
+
+@pytest.mark.parametrize("hosts", [[3], [1, 2]], ids=str)
+def test_a_send_or_receive_that_waits_is_reported_with_its_other_rank(hosts: list[int]) -> None:
+    who = f"rank 1 (host{len(hosts) - 1}) has not called"
+    expected = [f"{who} send to rank 0, tag 7", f"{who} receive from rank 0, tag 8"]
+    expected.append("no rank has called send to rank 0, tag 9")
+    seen = threading.Event()
+
+    def body(rank: Rank) -> None:
+        arrays = [np.zeros(9) for _ in range(3)]
+        if rank.rank == 0:
+            rank.finish(rank.receive(arrays[0], 1, 7), rank.send(arrays[1], 1, 8), rank.receive(arrays[2], None, 9))
+        elif rank.rank == 1:
+            wait_for(lambda: all(f"\n  {line}" in written() for line in expected))
+            seen.set()
+            rank.finish(rank.send(arrays[0], 0, 7), rank.receive(arrays[1], 0, 8), rank.send(arrays[2], 0, 9))
+
+    with recorded_stderr() as written:
+        run_ranks(body, hosts, stall_warning_ms=100)
+    assert seen.is_set()

@@ -5,8 +5,9 @@ import threading
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
-from ranks import Rank, run_ranks, run_script, wait_for
+from ranks import Group, Rank, run_ranks, run_script, wait_for
 
 from horo.errors import TimeoutError
 
@@ -23,7 +24,7 @@ def fails(rank: Rank, name: str | None = "x", **options: object) -> str:
     handle = rank.submit("barrier", name, [], timeout_ms=TIMEOUT_MS, **options)  # type: ignore[arg-type]
     with pytest.raises(TimeoutError) as error:
         rank.finish(handle)
-    assert SECONDS - 0.01 <= time.monotonic() - began < LATE_S
+    assert time.monotonic() - began < LATE_S  # less than the timeout where another rank has called it before
     return str(error.value)
 
 
@@ -83,6 +84,45 @@ def test_the_earliest_of_several_counts() -> None:
 
     for text in run_ranks(body, [2], log_level=5):
         assert re.match(rf"rank 1 \(host0\) has not called barrier 'c' {WITHIN}", text)
+
+
+NOT_CALLED = {"receive": "send to rank 0, tag 7", "send": "receive from rank 0, tag 7"}
+
+
+@pytest.mark.parametrize("call", ["send", "receive"])
+@pytest.mark.parametrize("hosts", [[3], [1, 2]], ids=str)
+def test_a_send_or_receive_that_is_late_ends_the_group_and_names_the_other_rank(hosts: list[int], call: str) -> None:
+    """Rank 2 has no part in it, and another send is done in time."""
+
+    def body(rank: Rank) -> str:
+        array = np.zeros(9)
+        calls = [(begin, peer) for begin in (rank.send, rank.receive) for peer in range(3) if peer != rank.rank]
+        rank.finish(*[begin(np.zeros(9), peer, 1, timeout_ms=TIMEOUT_MS * 50) for begin, peer in calls])
+        if rank.rank > 0:
+            wait_for(lambda: rank.context.health() is not None)
+            return str(rank.context.health())
+        began = time.monotonic()
+        begin = rank.send if call == "send" else rank.receive
+        with pytest.raises(TimeoutError) as error:
+            rank.finish(begin(array, 1, 7, timeout_ms=TIMEOUT_MS))
+        assert SECONDS - 0.01 <= time.monotonic() - began < LATE_S
+        return str(error.value)
+
+    for text in run_ranks(body, hosts, log_level=5):
+        assert re.match(rf"rank 1 \(host\d\) has not called {NOT_CALLED[call]} {WITHIN}", text), text
+
+
+@pytest.mark.parametrize("leaver", [0, 2])
+def test_a_receive_is_late_behind_the_end_of_the_group_too(leaver: int) -> None:
+    with Group([3], log_level=5) as group:
+        rank, array = Rank(group.contexts[1]), np.zeros(9)
+        pending = rank.receive(array, 2 - leaver, timeout_ms=TIMEOUT_MS)
+        anyone = rank.receive(array, None, 3, timeout_ms=60_000)
+        group.leave(leaver)
+        who = rf"rank {2 - leaver} \(host0\) has not called send to rank 1, tag 0 {WITHIN}"
+        for handle in (pending, anyone):
+            with pytest.raises(TimeoutError, match=who):
+                rank.finish(handle)
 
 
 STOPPED = """

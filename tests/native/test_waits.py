@@ -322,6 +322,16 @@ def test_no_sleep_begins_without_a_look_behind_its_mark(native: ModuleType) -> N
         assert native.lib.shim_wait_prepares_with_a_look(context)
 
 
+@pytest.mark.parametrize("by_kick", [False, True], ids=["call", "kick"])
+def test_what_comes_between_the_last_look_of_the_thread_and_its_sleep_wakes_it(
+    native: ModuleType, by_kick: bool
+) -> None:
+    with Group([1]) as group:
+        context = context_of(native, Rank(group.contexts[0]))
+        for _ in range(20):
+            assert native.lib.shim_drive_hears_late(context, by_kick, 20 * 10**9) == 1
+
+
 def test_a_blocked_caller_waits_until_the_last_rank_comes_and_then_for_the_data(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

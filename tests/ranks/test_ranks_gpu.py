@@ -15,6 +15,7 @@ from rank_pool import RankPool, on
 import horo.torch as hvd
 from horo.errors import PeerLostError, ResourceError, UnsupportedError, UsageError
 from horo.torch.engine import runtime
+from horo.torch.optimizer import backward_hooks
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +73,9 @@ def test_a_check_of_real_gpus(double: str, on_gpu: tuple[int, ...], check: str) 
 def test_gradients_on_a_gpu_travel_while_backward_runs_however_busy_the_cores(pool: RankPool, double: str) -> None:
     def check(path: str) -> list[int]:
         gpu = gpu_double.load(path)
-        threads = torch.get_num_threads()
+        threads, bytes_before = torch.get_num_threads(), backward_hooks.BUCKET_BYTES
         torch.set_num_threads(len(os.sched_getaffinity(0)))
+        backward_hooks.BUCKET_BYTES = 1
         counts, counters = [], runtime.current().core.counters
         weights = [torch.nn.Parameter(gpu.put(torch.ones(4))) for _ in range(3)]
         named = [(f"w{i}", weight) for i, weight in enumerate(weights)]
@@ -92,6 +94,7 @@ def test_gradients_on_a_gpu_travel_while_backward_runs_however_busy_the_cores(po
             assert gpu.read(weight.grad).tolist() == [1.5] * 4
         optimizer.step()
         torch.set_num_threads(threads)
+        backward_hooks.BUCKET_BYTES = bytes_before
         return [count - counts[0] for count in counts[1:]]
 
     assert pool.run(check, double) == [[3], [3]]

@@ -1,8 +1,10 @@
 """When gradients are reduced, while backward runs or after it, by hooks of several threads; and the profiler."""
 
+import functools
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +21,10 @@ from horo.torch.optimizer.shared_gradients import COUNTS_IN_HOOKS
 
 @pytest.mark.parametrize("pool", ["ranks2", "ranks2_always", "ranks2_never"])
 def test_gradients_travel_before_or_after_the_end_of_backward(request: pytest.FixtureRequest, pool: str) -> None:
-    def check(ready: str) -> list[int]:
-        threads = torch.get_num_threads()
+    def check(ready: str, bucket_bytes: int) -> list[int]:
+        threads, bytes_before = torch.get_num_threads(), backward_hooks.BUCKET_BYTES
         torch.set_num_threads(len(os.sched_getaffinity(0)))  # every core computes
+        backward_hooks.BUCKET_BYTES = bucket_bytes
         model, optimizer = made(gradients_ready=ready)
         optimizer.step()  # the first reduction has one request more
         optimizer.zero_grad()
@@ -33,12 +36,16 @@ def test_gradients_travel_before_or_after_the_end_of_backward(request: pytest.Fi
         optimizer.step()
         counts.append(counters()["requests"])
         torch.set_num_threads(threads)
+        backward_hooks.BUCKET_BYTES = bytes_before
         return [count - counts[0] for count in counts[1:]]
 
     ranks: RankPool = request.getfixturevalue(pool)
     during = 4 if pool == "ranks2_always" else 0
-    assert ranks.run(check, "backward") == [[during, 4, 4]] * 2
-    assert ranks.run(check, "step") == [[during, during, 4]] * 2
+    assert ranks.run(check, "backward", 1) == [[during, 4, 4]] * 2
+    if COUNTS_IN_HOOKS:  # else each hook submits
+        assert ranks.run(check, "backward", 3 << 16) == [[min(during, 3), 4, 4]] * 2  # a bucket of three
+        assert ranks.run(check, "backward", 1 << 20) == [[0, 4, 4]] * 2
+    assert ranks.run(check, "step", 1) == [[during, during, 4]] * 2
 
 
 @pytest.mark.parametrize("kinds", [("always", "never"), ("never", "always")], ids=str)
@@ -132,9 +139,12 @@ def _backward_in_two_threads(run: int, groups: int | None, ends: list[Callable[[
         submit(*args, **options)
 
     reducer.submitter.submit = count
+    hooks = []
     for leaf in leaves:
         leaf.grad = torch.ones(2)
-    assert _call_at_once([lambda leaf=leaf: reducer.gradient_ready(leaf) for leaf in leaves]) == []
+        made_of = weakref.ref(reducer), reducer.membership.newer, reducer.states[leaf], reducer.ready
+        hooks.append(functools.partial(backward_hooks.hook_of(*made_of), leaf))
+    assert _call_at_once(hooks) == []
     submits = reducer._overlaps and COUNTS_IN_HOOKS  # an older torch does not in the first step
     assert len(submitted) == (0 if not submits else 1 if groups else 2)
     assert len({state.kind for state in reducer.states.values()}) == 1
@@ -162,6 +172,7 @@ def test_the_first_hooks_of_a_backward_may_come_in_two_threads_at_once(groups: i
                 patch.setattr(torch.autograd.Variable, "_execution_engine", Engine)
                 patch.setattr(backward_hooks, "current_run", lambda run=run: run)
                 patch.setattr(at_backward, "current_run", lambda run=run: run)
+                patch.setattr(backward_hooks, "BUCKET_BYTES", 1)  # each hook submits
                 patch.setattr(at_backward, "_refuse_in_backward", lambda what: None)
                 _backward_in_two_threads(run, groups, ends)
     finally:

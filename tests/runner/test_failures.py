@@ -108,7 +108,8 @@ def test_ranks_that_never_called_init_are_said_to_have_run_side_by_side(hororun:
     done = hororun.run("-np", "2", "train.py", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (
         0,
-        "hororun: no rank called init() of horo: for horo, 2 copies ran side by side; is hvd.init() missing?\n",
+        "hororun: no rank called init() of horo: for horo, 2 copies ran side by side; is hvd.init() missing, or do "
+        "they train by another backend of torch.distributed?\n",
     )
     assert hororun.run("-np", "1", "train.py", cwd=tmp_path).stderr == ""
     assert hororun.run("-np", "2", "true").stderr == ""

@@ -26,10 +26,10 @@ class GroupPool(RankPool):
         self.run(begin, f"{self._folder.name}/store")
 
 
-def _group(size: int, scope: Any = "session", *, ranks_per_host: int = 0) -> Any:
+def _group(size: int, scope: Any = "session", *, ranks_per_host: int = 0, **environment: str) -> Any:
     @pytest.fixture(scope=scope)
     def pool() -> Iterator[RankPool]:
-        with GroupPool(size, init=False, ranks_per_host=ranks_per_host) as ranks:
+        with GroupPool(size, init=False, ranks_per_host=ranks_per_host, environment=environment) as ranks:
             yield ranks
 
     return pool
@@ -39,3 +39,6 @@ group2, group3, group2_on_hosts = _group(2), _group(3), _group(2, ranks_per_host
 fresh_group2, fresh_group3 = _group(2, "function"), _group(3, "function")
 fresh_group4, fresh_group8 = _group(4, "function"), _group(8, "function")
 group = one_of("group2", "group3", "group2_on_hosts")
+warned_group2 = _group(2, "function", HORO_STALL_CHECK_TIME_SECONDS="1")
+warned_group2_on_hosts = _group(2, "function", ranks_per_host=1, HORO_STALL_CHECK_TIME_SECONDS="1")
+warned_group = one_of("warned_group2", "warned_group2_on_hosts")

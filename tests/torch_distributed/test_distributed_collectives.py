@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -90,6 +90,34 @@ def test_complex_numbers(dtype: str) -> None:
     gathered = [torch.empty(2, dtype=tensor.dtype) for _ in range(size)]
     dist.all_gather(gathered, value(rank, dtype, (2,)))
     torch.testing.assert_close(gathered, [value(each, dtype, (2,)) for each in range(size)])
+
+
+REFUSED: dict[str, Callable[[Any, int], object]] = {
+    "a sum of float8": lambda group, _: dist.all_reduce(torch.ones(2).to(torch.float8_e5m2), group=group),
+    "float8 to one rank": lambda group, _: dist.reduce(torch.ones(2).to(torch.float8_e5m2), 1, group=group),
+    "the bits of floats": lambda group, _: dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BAND, group=group),
+    "an average of bools": lambda group, _: dist.all_reduce(
+        torch.ones(2, dtype=torch.bool), op=dist.ReduceOp.AVG, group=group
+    ),
+    "parts of float8": lambda group, size: dist.reduce_scatter_tensor(
+        torch.ones(2).to(torch.float8_e5m2), torch.ones(2 * size).to(torch.float8_e5m2), group=group
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@on("group2")
+def test_a_group_of_one_rank_refuses_what_larger_ones_do(case: str) -> None:
+    texts = []
+    alone = dist.new_group([1])
+    for group, size in ((dist.group.WORLD, 2), (alone, 1)):
+        if size == 2 or dist.get_rank() == 1:
+            with pytest.raises(NotImplementedError) as error:
+                REFUSED[case](group, size)
+            texts.append(str(error.value))
+    assert texts[-1] == texts[0]
+    dist.barrier()
+    dist.destroy_process_group(alone)
 
 
 @on("group")

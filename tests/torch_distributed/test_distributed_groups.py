@@ -301,12 +301,12 @@ def stop_waiting(timeout: timedelta, call: str, *, by_options: bool) -> None:
     if call == "gather":
         options.rootRank = 0
     begin(group, options).wait()
-    began = time.monotonic()  # before any rank begins what will be late
-    dist.barrier()
     if by_options:
         options.timeout = timeout
     else:
         group._set_default_timeout(timeout)
+    began = time.monotonic()  # before any rank begins what will be late
+    dist.barrier()
     if dist.get_rank() != 1:
         with pytest.raises(TimeoutError, match=rf"rank 1 \(.*\) has not called {call} .* within the timeout of 1 s"):
             begin(group, options).wait()

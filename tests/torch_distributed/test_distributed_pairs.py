@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import re
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -117,36 +121,88 @@ def test_a_difference_is_told_to_both() -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("call", ["recv", "all_reduce"])
+@pytest.mark.parametrize(
+    ("call", "advice"),
+    [
+        ("recv", "does one of the ranks send first"),
+        ("send", "let one rank receive first, or use isend and irecv, or batch_isend_irecv"),
+        ("all_reduce", "has a rank fewer batches"),
+    ],
+)
 @on("fresh_group2")
-def test_two_that_wait_for_each_other_are_told(call: str) -> None:
+def test_two_that_wait_for_each_other_are_told(call: str, advice: str) -> None:
     rank, tensor = dist.get_rank(), torch.zeros(1)
-    told = r"rank 0 waits for .*, rank 1 for 'receive from rank 0, tag 0' \(.*:\d+\)"
+    told = rf"rank 0 waits for .*, rank 1 for '(receive from|send to) rank 0, tag 0' \(.*:\d+\); .*{advice}"
     with pytest.raises(RuntimeError, match=told):
         if rank == 0 and call == "all_reduce":
             dist.all_reduce(tensor)
         else:
-            dist.recv(tensor, 1 - rank)
+            (dist.send if call == "send" else dist.recv)(tensor, 1 - rank)
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("has_sent", [False, True])
 @on("fresh_group3")
-def test_a_rank_that_is_done_leaves_when_the_others_are() -> None:
-    rank = dist.get_rank()
+def test_a_rank_that_is_done_leaves_and_the_others_go_on(has_sent: bool) -> None:
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     tensor = torch.zeros(1)
     if rank == 0:
-        dist.send(tensor, 1)
-    elif rank == 1:
+        if has_sent:
+            dist.send(tensor, 1)
+        dist.destroy_process_group()
+        store.set("left", "")
+        return
+    if rank == 1 and has_sent:
         dist.recv(tensor, 0)
-        dist.distributed_c10d._get_default_store().wait(["posted"])
-        dist.send(torch.ones(4_000_000), 2)
-    else:
-        large = torch.zeros(4_000_000)
-        work = dist.irecv(large, 1)
-        dist.distributed_c10d._get_default_store().set("posted", "")
-        work.wait()
-        assert large.sum().item() == 4_000_000
+    large, peer = torch.full((4_000_000,), float(rank)), 3 - rank
+    got = torch.zeros(4_000_000)
+    work = dist.irecv(got, peer)
+    store.wait(["left"])
+    for _ in range(2):
+        dist.send(large, peer) if rank == 1 else work.wait()
+        work.wait() if rank == 1 else dist.send(large, peer)
+        assert torch.all(got == peer)
+        work = dist.irecv(got.zero_(), peer)
+    more = torch.zeros(4_000_000)
+    calls = [(dist.isend, large), (dist.isend, large), (dist.irecv, more)]
+    for each in [work, *dist.batch_isend_irecv([dist.P2POp(call, tensor, peer) for call, tensor in calls])]:
+        each.wait()
+    assert torch.all(got == peer)
+    assert torch.all(more == peer)
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("call", ["send", "recv"])
+@on("fresh_group3")
+def test_a_send_or_receive_that_is_late_names_the_other_rank(call: str) -> None:
+    tensor, group = torch.zeros(1), dist.distributed_c10d._get_default_group()
+    group._set_default_timeout(timedelta(seconds=1))
+    late = r"rank 1 \(.*\) has not called (send to|receive from) rank 0, tag 7 within the timeout of 1 s"
+    if dist.get_rank() == 0:
+        with pytest.raises(TimeoutError, match=late):
+            getattr(dist, call)(tensor, 1, tag=7)
+    else:
+        while (error := group._exchange.job.context.health()) is None:  # as one that computes
+            time.sleep(0.01)
+        assert re.search(late, str(error))
+    dist.destroy_process_group()
+
+
+@on("warned_group")
+def test_a_receive_that_waits_is_reported_and_the_other_rank_says_where_it_stands() -> None:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("horo").addHandler(handler)
+    told = ["has not called send to rank 0, tag 5", "another rank waits for this one"][dist.get_rank()]
+    tensor = torch.ones(1)
+    work = dist.irecv(tensor, 1, tag=5) if dist.get_rank() == 0 else None
+    end = time.monotonic() + 50
+    while not any(told in line for line in lines) and time.monotonic() < end:
+        time.sleep(0.01)
+    logging.getLogger("horo").removeHandler(handler)
+    assert any(told in line for line in lines), lines
+    dist.send(tensor, 0, tag=5) if work is None else work.wait()
 
 
 @pytest.mark.parametrize("call", ["recv", "all_reduce"])

@@ -76,7 +76,7 @@ PRIVATE_NAMES = {
 }
 """Each name, and what is done without it."""
 
-READ_IN_PLACE = ("_version", "_is_profiler_enabled")
+READ_IN_PLACE = ("_version", "_is_profiler_enabled", "_cdata")
 
 
 # -- autograd ------------------------------------------------------------------------------------------------------
@@ -155,16 +155,10 @@ def transform_finder() -> Callable[[Any], bool]:
 is_transformed = transform_finder()
 
 
-def owner_counter() -> Callable[[torch.Tensor], int] | None:
-    """The function that counts the owners of a tensor's memory, where torch counts them."""
-    count: Any = getattr(torch._C, "_storage_Use_Count", None)
-    if count is None or not hasattr(torch.UntypedStorage, "_cdata"):
-        return None
-
-    def owners(tensor: torch.Tensor) -> int:
-        return int(count(tensor.untyped_storage()._cdata))
-
-    return owners
+def owner_counter() -> Callable[[int], int] | None:
+    """The function that counts the owners of a tensor's memory by ``storage_key``, where torch counts them."""
+    found: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+    return found if hasattr(torch.UntypedStorage, "_cdata") else None
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -31,7 +31,7 @@ _TIMEOUT_MAX_MS = _TAG_MAX = 2**31 - 1
 _UNSET = timedelta(milliseconds=-1)
 """torch's word for the timeout of the group, in the options of a call."""
 _OTHERS_S = 60.0
-"""Longest wait at the end of a group for sends and receives of others."""
+"""Longest wait at the end of a group on several hosts for sends and receives of others."""
 _KEPT_MAX = 1000
 """Most keys with requests that a group keeps for later calls; each takes under 2 KiB."""
 _Tensor = torch.Tensor  # looked up once, not per call
@@ -84,7 +84,7 @@ class Exchange:
     """The ranks of one group, as far as this rank calls them."""
 
     def __init__(self, job: RunningRank | None, what: str, timeout: timedelta) -> None:
-        """``job``: None in a group of one rank. ``what``: the group, for messages. ``timeout``: of each collective."""
+        """``job``: None in a group of one rank. ``what``: the group, for messages. ``timeout``: of each call."""
         self.job = job
         self.pending = None if job is None else Pending(job.context)
         self._what = what
@@ -98,7 +98,7 @@ class Exchange:
         """The requests for each key of ``again`` that no thread is using; none in a group of one rank."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout of collectives that are begun from now on."""
+        """Sets the timeout of what is begun from now on."""
         self._timeout_ms = _milliseconds(timeout)
         self._kept.clear()
 
@@ -144,14 +144,10 @@ class Exchange:
             return None
         if source is None:
             return DONE
-        begin = _address(source)
-        end = begin if target is None else _address(target)
-        if not begin or not end:
-            return None
         result = source if target is None else target
-        if begin != end:  # FSDP gathers from the place of the result
-            with torch.no_grad():
-                result.view(-1).copy_(source.view(-1))
+        if not _address(source) or not _address(result):
+            return None
+        _copy_alone(source, result)
         count_change((result,))
         return done((result,)) if key[1] else DONE
 
@@ -169,14 +165,6 @@ class Exchange:
         may_keep = call.reduction.factor is None and not any(each.is_complex() for each in call.inputs)
         may_keep &= getattr(opts, "timeout", _UNSET) == _UNSET
         # the key has neither factor nor timeout, a complex tensor may be conjugated lazily
-        if self.pending is None:
-            _copy_alone(call)
-            if call.after is not None:
-                call.after()
-            count_change(call.results)
-            if call.key is not None and may_keep:
-                self._keep(call.key)
-            return done(call.results) if is_async else DONE
         buffer = RequestBuffer.of(
             OPS[call.op],
             None,
@@ -188,6 +176,16 @@ class Exchange:
             into=call.op in ("allgather", "alltoall"),
             timeout_ms=self._timeout_of(opts),
         )
+        if self.pending is None:
+            buffer.check()
+            for source, target in zip(call.inputs, call.outputs, strict=True):
+                _copy_alone(source, target, call.reduction.factor)
+            if call.after is not None:
+                call.after()
+            count_change(call.results)
+            if call.key is not None and may_keep:
+                self._keep(call.key)
+            return done(call.results) if is_async else DONE
         work = self._begin(buffer, is_async, (*call.inputs, *call.outputs), call.results, call.after)
         # ``again`` may have left what is kept
         if call.key is not None and may_keep and not self._kept.get(call.key):
@@ -293,7 +291,7 @@ class Exchange:
         tensor = context.Tensor(source.data_ptr(), source.data_ptr(), (source.numel(),), DTYPES[source.dtype])
 
         def begin(buffer: RequestBuffer) -> None:
-            pending.core.send(tensor, peer, tag, buffer=buffer)
+            pending.core.send(tensor, peer, tag, timeout_ms=self._timeout_ms, buffer=buffer)
 
         def work() -> HoroWork:
             return self._work(begin, RequestBuffer(), [source], (), None)
@@ -319,7 +317,7 @@ class Exchange:
             return core.source(handle)
 
         def begin(buffer: RequestBuffer) -> None:
-            core.receive(tensor, peer, tag, buffer=buffer)
+            core.receive(tensor, peer, tag, timeout_ms=self._timeout_ms, buffer=buffer)
 
         def work() -> HoroWork:
             return self._work(begin, RequestBuffer(), [target], results, finish)
@@ -356,7 +354,7 @@ class Exchange:
             return
         # a rank that fails is waited for by others, rather than the reverse
         is_well = isinstance(sys.exc_info()[1], (type(None), StopIteration, SystemExit))
-        if self._has_paired and is_well:
+        if self._has_paired and is_well and self.job is not None and len(self.job.hosts) > 1:
             self._await_others()
         self._closed = why
         if self.job is None or self.pending is None:
@@ -366,7 +364,7 @@ class Exchange:
         self.pending.give_up(AbortedError(f"{self._what}: {why}"))
 
     def _await_others(self) -> None:
-        """A rank that leaves ends the group for all, also for two with a send between them. So all leave at once."""
+        """A rank that leaves ends sends between hosts, which pass through the leaders. So all leave at once."""
         opts = torch_distributed.BarrierOptions()
         opts.timeout = timedelta(milliseconds=_TIMEOUT_MAX_MS)  # that of the group would end it
         with contextlib.suppress(HoroError):
@@ -392,12 +390,13 @@ def _address(tensor: torch.Tensor) -> int:
     return 0
 
 
-def _copy_alone(call: GroupCall) -> None:
-    for source, target in zip(call.inputs, call.outputs, strict=True):
-        if target is not source:
+def _copy_alone(source: torch.Tensor, target: torch.Tensor, factor: float | None = None) -> None:
+    """The part of a group of one rank in a collective, whose tensors are contiguous."""
+    with torch.no_grad():
+        if target.data_ptr() != source.data_ptr():  # FSDP gathers from the place of the result
             target.view(-1).copy_(source.view(-1))
-        if call.reduction.factor is not None:
-            target.mul_(call.reduction.factor)
+        if factor is not None:
+            target.mul_(factor)
 
 
 def writable(tensor: torch.Tensor, what: str, *, reduced: bool = False) -> torch.Tensor:

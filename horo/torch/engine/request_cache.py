@@ -260,6 +260,10 @@ class RequestCache:
             return None
         return cached
 
+    def find(self, key: Hashable) -> CachedRequest | None:
+        """The cached request of ``key``, whether in use or not."""
+        return self._kept.get(key)
+
     def take_or_create(self, key: Hashable, spec: Operation, sync: bool, tensor_count: int) -> CachedRequest:
         """The cached request, or a new one. The caller appends None to its ``idle`` after use.
 

@@ -246,7 +246,7 @@ class DeltaReducer:
         self._finish()
         self._forget()
 
-    def hook(self, parameter: Any) -> None:
+    def hook(self, state: ParameterState) -> None:
         """Hooks no parameter."""
 
     def leave_job(self) -> None:

@@ -17,8 +17,8 @@ from horo.torch.optimizer.advice import Advice
 from horo.torch.optimizer.backward_hooks import call_at_end, current_run, is_nested
 from horo.torch.optimizer.gradient_reducer import GradientReducer
 from horo.torch.optimizer.membership import HOOK_LOCK, Membership
-from horo.torch.optimizer.parameter_state import PackedGradient, ParameterState
-from horo.torch.optimizer.shared_gradients import writable
+from horo.torch.optimizer.parameter_state import ParameterState
+from horo.torch.optimizer.shared_gradients import COUNTS_IN_HOOKS, writable
 from horo.torch.optimizer.step_hooks import scaler_has_looked
 from horo.torch.optimizer.together import reduce_together
 
@@ -46,8 +46,6 @@ class BackwardReducer(GradientReducer):
         """By parameter, autograd's node that has a hook, and for which dtype it was made. A node goes with its hooks
         when nobody refers to it, and a parameter that gets another dtype gets another node."""
         super().__init__(membership, groups)
-        self._run = -1
-        """Autograd's number of the run that called a hook last; -1 outside backward."""
         self._first_run: int | None = None
         """The lowest number of a run in progress; None outside backward."""
         self._passes = 0
@@ -67,37 +65,39 @@ class BackwardReducer(GradientReducer):
         if not self.is_reduced or self._first_run is not None:
             self._reduce()
 
-    def gradient_ready(self, parameter: torch.Tensor) -> None:
-        """Called by autograd.
+    def gradient_ready(self, state: ParameterState) -> bool:
+        """Called by autograd, for the first gradient of a run and for those that are not simply held.
 
         Raises:
             UsageError: The gradient is being reduced, for one after an exception has ended the backward before.
         """
         self.is_reduced, self.is_local = False, True
         if self._paused:
-            return
+            return False
         run = current_run()
-        if run != self._run:
+        if run != self.ready.run:
             with HOOK_LOCK:
-                if run != self._run:
-                    self._enter(run, parameter)
-        state = self.states[parameter]
+                if run != self.ready.run:
+                    self._enter(run, state)
         if state.summed is not None:
             _refuse_added(state)
-        if state.pending is not None:
+        if state.held is not None or state.pending is not None:
             raise UsageError(
                 f"the gradient of {state.name!r} was computed again while it was being reduced: the parameter is used "
                 "inside and outside a checkpoint with use_reentrant=True; use use_reentrant=False or HORO_OVERLAP=never"
             )
         if not self._overlaps:
-            return
+            return False
+        if state.group is None and COUNTS_IN_HOOKS:
+            return True
         state.passes = 1
         if state.group is None or self._completes(state.group, state, 1):
             self._submit_early(state)
+        return False
 
     def end_pass(self) -> bool:
         """Called at the end of the outermost backward; whether gradients are due."""
-        self._run, self._first_run = -1, None
+        self.ready.run, self._first_run = -1, None
         self._passes += 1
         return self._passes >= self.options.passes
 
@@ -127,9 +127,10 @@ class BackwardReducer(GradientReducer):
         """
         self.membership.follow_runtime(forget=True)
         _refuse_in_backward(what, self.membership.advice)
+        self.submit_ready()
         for state in self.states.values() if self._first_run is not None else ():
-            for item in () if state.pending is None else state.pending.packed:
-                item.forget_changes()  # what comes of them is cleared
+            if state.pending is not None:
+                state.pending.forget_changes()  # what comes of them is cleared
         self._end_broken()
         self._reset_counts()
         self.is_reduced = self.is_local = False
@@ -164,13 +165,13 @@ class BackwardReducer(GradientReducer):
     def reset(self) -> None:
         """As in the base class."""
         super().reset()
-        self._run, self._first_run = -1, None
+        self._first_run = None
 
     def _reset_counts(self) -> None:
         super()._reset_counts()
         self._passes = 0
 
-    def _enter(self, run: int, parameter: torch.Tensor) -> None:
+    def _enter(self, run: int, state: ParameterState) -> None:
         """Called for the first hook of a run, and again when a nested run has ended.
 
         Raises:
@@ -189,14 +190,15 @@ class BackwardReducer(GradientReducer):
         self.membership.begin_step()
         nested = is_nested()
         if self._first_run is not None and run > self._first_run and not nested:
-            self._go_on_after_broken(self.states[parameter])
+            self._go_on_after_broken(state)
         if self._first_run is None or run < self._first_run:
             self._first_run = run
         # A gradient that a nested run has made may be added to by the next one.
         is_last = self._passes + 1 >= self.options.passes
-        self._overlaps = is_last and not nested and self._may_overlap(parameter)
+        self._overlaps = is_last and not nested and self._may_overlap(state.parameter)
         call_at_end(self)
-        self._run = run  # last: a hook in another thread goes on as soon as it sees that
+        self.ready.overlaps = self._overlaps and COUNTS_IN_HOOKS
+        self.ready.run = run  # last: a hook in another thread goes on as soon as it sees that
 
     def _refuse_unfinished(self, what: str) -> None:
         if self._first_run is None:
@@ -236,6 +238,7 @@ class BackwardReducer(GradientReducer):
             The parameters, with what they had instead.
         """
         cleared = []
+        self.submit_ready()
         for state in self.states.values():
             sent = _sent_for(state)
             if state.pending is not None and state.parameter.grad is not sent:
@@ -249,17 +252,18 @@ class BackwardReducer(GradientReducer):
         Raises:
             UsageError: The gradient of ``state`` is still being reduced, and autograd has just added to it.
         """
+        self.submit_ready()
         if self.membership.size > 1 and state.pending is not None and state.parameter.grad is _sent_for(state):
             self._refuse_unfinished("backward()")
         self._end_broken()
         self.is_local = True
         _divide_sum(state)  # autograd has accumulated into it already
 
-    def hook(self, parameter: Any) -> None:
+    def hook(self, state: ParameterState) -> None:
         """As in the base class."""
-        super().hook(parameter)
+        super().hook(state)
         if self.options.op == Sum:
-            self._watch_accumulation(parameter)
+            self._watch_accumulation(state.parameter)
 
     def _watch_accumulation(self, parameter: torch.Tensor) -> None:
         """Has the sum divided before autograd adds to it."""
@@ -289,8 +293,7 @@ def _refuse_in_backward(what: str, advice: Advice) -> None:
 
 def _sent_for(state: ParameterState) -> torch.Tensor | None:
     """The gradient that is being reduced, in its memory; None: there is none, or its rows are."""
-    packed = () if state.pending is None else state.pending.packed
-    return next((item.grad for item in packed if item.state is state and isinstance(item, PackedGradient)), None)
+    return None if state.pending is None else state.pending.sent_for(state)
 
 
 def _divide_sum(state: ParameterState) -> None:

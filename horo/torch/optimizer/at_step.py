@@ -52,7 +52,7 @@ class StepReducer(GradientReducer):
         self.membership.follow_runtime()
         self._reduce()
 
-    def gradient_ready(self, parameter: torch.Tensor) -> None:
+    def gradient_ready(self, state: ParameterState) -> bool:
         """Called by autograd; the last expected backward pass submits the gradient.
 
         Raises:
@@ -60,7 +60,6 @@ class StepReducer(GradientReducer):
             NotInitializedError: There is no job.
         """
         self.membership.follow_runtime()
-        state = self.states[parameter]
         if state.pending or state.held or (state.passes >= self.options.passes and not self._paused):
             raise AssertionError(
                 f"the gradient of {state.name!r} was computed more often than backward_passes_per_step="
@@ -69,11 +68,12 @@ class StepReducer(GradientReducer):
             )
         self.is_reduced, self.is_local = False, True
         if self._paused:
-            return
+            return False
         runtime.current()  # raises before the pass is counted
         state.passes += 1
         if state.passes < self.options.passes:
-            return
+            return False
+        parameter = state.parameter
         if not self.handles:
             with HOOK_LOCK:
                 self.membership.keep_step_hooks()
@@ -91,6 +91,7 @@ class StepReducer(GradientReducer):
             for member in state.group.states:
                 if member.parameter.requires_grad:  # a frozen one has no gradient to wait for
                     self._hold(member)
+        return False
 
     def _hold(self, state: ParameterState) -> None:
         """Notes that a gradient is there and waits for ``synchronize``."""

@@ -1,4 +1,4 @@
-"""The end of a backward pass, when all gradients that it makes are there.
+"""The hook of each gradient, and the end of a backward pass, when all gradients that it makes are there.
 
 Autograd numbers its runs and calls back at the end of each. A backward may run inside another one: a checkpoint with
 ``use_reentrant=True`` runs its part of the graph so. Only the outermost end counts, since parts that follow may add to
@@ -9,22 +9,88 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
 
 from horo.torch.compat import torch_private
-from horo.torch.optimizer.membership import HOOK_LOCK
+from horo.torch.optimizer.membership import HOOK_LOCK, Newer
+from horo.torch.optimizer.parameter_state import BUCKET_BYTES, ParameterState
+from horo.torch.optimizer.shared_gradients import is_shared
 from horo.torch.optimizer.together import Reduces, reduce_together
 
-__all__ = ["ReducesAtEnd", "call_at_end", "current_run", "is_nested"]
+__all__ = ["ReadyGradients", "ReducesAtEnd", "call_at_end", "current_run", "hook_of", "is_nested"]
 
 _ENTRIES = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 _FUNCTION_BACKWARD = torch_private.code_of_function_backward()
 
 current_run = torch_private.run_number()
 """The number of the autograd run that calls; a run inside another has a higher number than that one."""
+
+
+class ReadyGradients:
+    """The gradients of a run of autograd that wait for more of them, to be submitted together."""
+
+    __slots__ = ("overlaps", "room", "run", "states")
+
+    def __init__(self) -> None:
+        self.states: list[ParameterState] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets them, and the run."""
+        self.run = -1
+        """Autograd's number of the run that called a hook last; -1 outside backward."""
+        self.overlaps = False
+        """Whether gradients are held here; else they travel when the run has ended."""
+        self.room = BUCKET_BYTES
+        self.states.clear()
+
+    def take(self) -> list[ParameterState]:
+        """Removes and returns them. Hooks of other threads may add some meanwhile."""
+        self.room = BUCKET_BYTES
+        taken = self.states[:]
+        del self.states[: len(taken)]
+        return taken
+
+
+class HoldsGradients(Protocol):
+    """A reducer whose hooks hold gradients until there is a bucket of them."""
+
+    def gradient_ready(self, state: ParameterState) -> bool:
+        """Called by a hook; whether that is to hold the gradient."""
+
+    def submit_ready(self) -> None:
+        """Called when a bucket is full."""
+
+
+def hook_of(
+    reducer: weakref.ref[HoldsGradients], newer: Newer, state: ParameterState, ready: ReadyGradients
+) -> Callable[[torch.Tensor], None]:
+    """The hook on a parameter. It does most for an ordinary gradient itself, since each call costs time.
+
+    It refers to the reducer weakly.
+    """
+
+    def hook(parameter: torch.Tensor) -> None:
+        if ready.run != current_run() or state.held is not None or state.summed is not None or state.group is not None:
+            target = reducer()
+            if target is None or newer.any() or not target.gradient_ready(state):
+                return
+        elif not ready.overlaps:
+            return
+        grad = parameter.grad
+        if grad is None or is_shared(grad):  # autograd may have other gradients in that memory that it will look at
+            return
+        state.shares = False
+        state.held = grad, grad._version
+        ready.states.append(state)
+        ready.room -= state.weight
+        if ready.room <= 0 and (target := reducer()) is not None:
+            target.submit_ready()
+
+    return hook
 
 
 class ReducesAtEnd(Reduces, Protocol):

@@ -1,12 +1,13 @@
 """Reduces the gradients of one optimizer, while backward still runs or right after it.
 
-Steps for a gradient: autograd accumulates it and calls our hook on the parameter. The hook submits the gradient to the
-core (in place where its memory allows), if no more is expected for it. When all gradients are due, those without a hook
-call (of unused or thawed parameters) are submitted too, as unused or as they are. Then all are waited for, and the
-results are in ``p.grad``. A subclass decides what is expected, and when gradients are due.
+Steps for a gradient: autograd accumulates it and calls our hook on the parameter. If no more is expected for it, the
+hook holds it until there is a bucket of them, and submits that to the core (in place where memory allows). When all
+gradients are due, the rest and those without a hook call (of unused or thawed parameters) are submitted too, as unused
+or as they are. Then all are waited for, and the results are in ``p.grad``. A subclass decides what is expected, and
+when gradients are due.
 
 If one host runs the whole job and every core computes, an exchange during backward gains nothing: it takes the cores
-away, and each exchange has two switches of threads and a wait for the slower rank. There the hook submits nothing; all
+away, and each exchange has two switches of threads and a wait for the slower rank. There hooks submit nothing; all
 gradients are submitted together when they are due, and the calling thread does the exchange itself.
 """
 
@@ -28,9 +29,10 @@ from horo.torch.engine.operation import Operation
 from horo.torch.engine.request import Request
 from horo.torch.engine.submit import run_allreduce
 from horo.torch.ops.allreduce import Average
+from horo.torch.optimizer.backward_hooks import ReadyGradients, hook_of
 from horo.torch.optimizer.consistency import refuse_ddp
 from horo.torch.optimizer.finite import FiniteCheck
-from horo.torch.optimizer.membership import HOOK_LOCK, Membership, Newer
+from horo.torch.optimizer.membership import HOOK_LOCK, Membership
 from horo.torch.optimizer.parameter_state import Group, ParameterState
 from horo.torch.optimizer.phase import refuse_different_steps
 from horo.torch.optimizer.shared_gradients import COUNTS_IN_HOOKS, is_counted_twice, is_shared
@@ -62,6 +64,7 @@ class GradientReducer(abc.ABC):
         self.handles = self.submitter.handles
         self.is_reduced = False
         """Whether the gradients of all parameters are averaged, and no step or local backward has followed."""
+        self.ready = ReadyGradients()
         self._hooks: list[RemovableHandle] = []
         self._paused = False
         self._skip = False
@@ -204,13 +207,14 @@ class GradientReducer(abc.ABC):
         """Begins anew: nothing is in progress."""
         self._reset_counts()
         self.submitter.reset()
+        self.ready.clear()
         self._due = ()
 
     # -- differs with the time at which gradients are due ----------------------------------------------------------
 
     @abc.abstractmethod
-    def gradient_ready(self, parameter: torch.Tensor) -> None:
-        """Called by autograd when it has accumulated into ``parameter.grad``."""
+    def gradient_ready(self, state: ParameterState) -> bool:
+        """Called by autograd when it has accumulated into a gradient; whether that is to be held in ``ready``."""
 
     @abc.abstractmethod
     def refuse_while_pending(self, what: str) -> None:
@@ -306,10 +310,17 @@ class GradientReducer(abc.ABC):
         groups = [[twins[state.parameter] for state in group.states] for group in self._groups]
         return type(self)(self.membership.copy_for(optimizer, twins), groups)
 
-    def hook(self, parameter: Any) -> None:
+    def hook(self, state: ParameterState) -> None:
         """Called once for each parameter that is found to require grad."""
-        hook = _hook_of(weakref.ref(self), self.membership.newer)
+        hook = hook_of(weakref.ref(self), self.membership.newer, state, self.ready)
+        parameter: Any = state.parameter
         self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def submit_ready(self) -> None:
+        """Submits the gradients that are held in ``ready``."""
+        if self.ready.states:
+            with HOOK_LOCK, torch.no_grad():
+                self.submitter.submit_each(self.ready.take())
 
     def _active(self) -> list[ParameterState]:
         """The parameters that take part in this step, in an order that all ranks share.
@@ -405,15 +416,6 @@ class ReducingClosure:
         if isinstance(loss, float):
             return run_allreduce([torch.tensor([loss], dtype=torch.float64, device="cpu")], spec)[0].item()
         return loss
-
-
-def _hook_of(reducer: weakref.ref[GradientReducer], newer: Newer) -> Callable[[torch.Tensor], None]:
-    def hook(parameter: torch.Tensor) -> None:
-        target = reducer()
-        if target is not None and not newer.any():
-            target.gradient_ready(parameter)
-
-    return hook
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:

@@ -29,7 +29,7 @@ HOOK_LOCK = threading.RLock()  # a signal handler may compute gradients, too
 class Follower(Protocol):
     """The strategy of an optimizer, as its membership needs it."""
 
-    def hook(self, parameter: Any) -> None:
+    def hook(self, state: ParameterState) -> None:
         """Called once for each parameter that is found to require grad."""
 
     def leave_job(self) -> None:
@@ -137,7 +137,7 @@ class Membership:
                 if parameter.requires_grad and parameter not in self.hooked:
                     self.hooked.add(parameter)
                     if (follower := self._follower()) is not None:
-                        follower.hook(parameter)
+                        follower.hook(state)
                 states.append(state)
         if is_larger:
             self.claim_parameters()
@@ -229,8 +229,7 @@ class Membership:
         self.checked = 0
         self._are_named = False
         for state in self.states.values():
-            state.kind = None
-            state.varies = False
+            state.forget()
         self._rounds = rounds
         if (follower := self._follower()) is not None:
             follower.begin_job()

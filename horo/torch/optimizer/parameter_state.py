@@ -8,18 +8,22 @@ from typing import Any
 
 import torch
 
-from horo.errors import UnsupportedError, UsageError
+from horo.errors import HoroError, UnsupportedError, UsageError
 from horo.torch.compat.torch_private import sparse_values
+from horo.torch.engine.bucket import Bucket
 from horo.torch.engine.operation import check_tensor, count_change
 from horo.torch.engine.request import Request
+from horo.torch.engine.request_cache import CachedRequest
 from horo.torch.ops.compression import Compressor, split
 from horo.torch.ops.process_set import ProcessSet
-from horo.torch.optimizer.shared_gradients import NotedVersion, is_shared, was_noted
+from horo.torch.optimizer.shared_gradients import NotedVersion, is_shared
 
 __all__ = [
+    "BUCKET_BYTES",
     "Group",
     "PackedGradient",
     "ParameterState",
+    "PendingBucket",
     "PendingReduction",
     "PendingSparseReduction",
     "ReductionOptions",
@@ -30,6 +34,10 @@ __all__ = [
 ]
 
 _UNUSED_DIMENSIONS = 16
+
+BUCKET_BYTES = 2 << 20
+"""Hooks submit gradients when there are so many bytes of them, or ``_BUCKET_GRADIENTS``."""
+_BUCKET_GRADIENTS = 32
 
 
 class ReductionOptions:
@@ -61,6 +69,7 @@ class ParameterState:
     """A parameter of the optimizer, and the progress of its gradient in the current step."""
 
     __slots__ = (
+        "again",
         "group",
         "held",
         "kind",
@@ -72,22 +81,36 @@ class ParameterState:
         "summed",
         "varies",
         "was_unused",
+        "weight",
     )
 
     def __init__(self, parameter: torch.Tensor, name: str) -> None:
         self.parameter = parameter
         self.name = name
+        self.weight = max(parameter.numel() * parameter.element_size(), BUCKET_BYTES // _BUCKET_GRADIENTS)
+        """Bytes for which its gradient counts in a bucket, which is full at ``BUCKET_BYTES``."""
+        self.again: list[CachedRequest | None] = [None, None]
+        """The requests of this job for its gradient alone, of backward and of one that waits for it at once."""
         self.kind: str | None = None  # of its operation in this job; None before its first reduction
         self.group: Group | None = None
         self.passes = 0  # backward passes since the last reduction
         self.pending: PendingReduction | None = None
-        # the gradient that waits for synchronize(), its version
+        # the gradient that waits for synchronize() or for a bucket to be full, its version
         self.held: tuple[torch.Tensor | None, int | NotedVersion] | None = None
         self.shares = False  # other tensors may have the memory of its gradient
         # the gradient, if it is a sum over ranks since backward, and over how many
         self.summed: tuple[weakref.ref[torch.Tensor], int] | None = None
         self.was_unused = False  # no gradient of this rank is in the pending reduction
         self.varies = False  # in some step of this job, some ranks have used it and others have not
+
+    def gradient(self) -> torch.Tensor | None:
+        """The gradient that is held, else that of the parameter."""
+        held = None if self.held is None else self.held[0]
+        return self.parameter.grad if held is None else held
+
+    def forget(self) -> None:
+        """Forgets what all ranks of the job know of it."""
+        self.kind, self.varies, self.again = None, False, [None, None]
 
 
 class Group:
@@ -110,7 +133,7 @@ class WatchedGradient:
         self.options = options
         self.version = version = grad._version
         held = state.held
-        self.was_touched = held is not None and (held[0] is not grad or not was_noted(held[1], version))
+        self.was_touched = held is not None and (held[0] is not grad or held[1] != version)
 
     def forget_changes(self) -> None:
         """Lets the changes up to now count for nothing."""
@@ -124,9 +147,11 @@ class WatchedGradient:
         """
         grad = self.grad
         if self.was_touched or self.state.parameter.grad is not grad or grad._version != self.version + changes:
-            raise UsageError(
-                f"the gradient of {self.state.name!r} was changed while it was being reduced; {self.options.advice}"
-            )
+            raise _changed(self.state, self.options)
+
+
+def _changed(state: ParameterState, options: ReductionOptions) -> UsageError:
+    return UsageError(f"the gradient of {state.name!r} was changed while it was being reduced; {options.advice}")
 
 
 class PackedGradient(WatchedGradient):
@@ -136,7 +161,7 @@ class PackedGradient(WatchedGradient):
 
     def __init__(self, state: ParameterState, options: ReductionOptions) -> None:
         parameter = state.parameter
-        grad = parameter.grad
+        grad = state.gradient()
         state.was_unused = grad is None
         if grad is None:
             grad = parameter.grad = torch.zeros_like(parameter, requires_grad=False)
@@ -211,6 +236,82 @@ class PendingReduction:
             self.request.wait()
         for item in self.packed:
             item.unpack()
+
+    def finish_each(self, state: ParameterState) -> list[tuple[ParameterState, PendingReduction, HoroError]]:
+        """As ``finish``, but returns what has failed: the parameter, its reduction and the error.
+
+        Args:
+            state: A parameter of it.
+        """
+        try:
+            self.finish()
+        except HoroError as error:
+            return [(state, self, error)]
+        return []
+
+    def sent_for(self, state: ParameterState) -> torch.Tensor | None:
+        """The gradient of ``state``, in its memory; None: there is none, or its rows are being reduced."""
+        return next(
+            (item.grad for item in self.packed if item.state is state and isinstance(item, PackedGradient)), None
+        )
+
+    def forget_changes(self) -> None:
+        """Lets changes of gradients up to now count for nothing."""
+        for item in self.packed:
+            item.forget_changes()
+
+
+class PendingBucket(PendingReduction):
+    """Dense gradients in progress that are sent as they are, each by a request of its own.
+
+    Each is ``held`` in its state: it may not be changed from there on.
+    """
+
+    __slots__ = ("_bucket", "_options", "_states")
+
+    def __init__(self, bucket: Bucket, states: Sequence[ParameterState], options: ReductionOptions) -> None:
+        super().__init__(bucket, ())
+        self._bucket, self._states, self._options = bucket, states, options
+
+    def start(self) -> None:
+        """Submits them. After an exception, those that were not submitted are not pending.
+
+        Raises:
+            HoroError: As ``Bucket.start``.
+        """
+        for state in self._states:
+            state.pending = self
+        try:
+            self._bucket.start()
+        except BaseException:
+            for state, handle in zip(self._states, self._bucket.handles, strict=True):
+                if not handle:
+                    state.pending = None
+            raise
+
+    def finish_each(self, state: ParameterState) -> list[tuple[ParameterState, PendingReduction, HoroError]]:
+        """As of the base class."""
+        options, failed = self._options, []
+        errors = self._bucket.wait()
+        for at, each in enumerate(self._states):
+            if each.pending is not self:
+                continue
+            grad, version = each.held or (None, 0)
+            if errors and at in errors:
+                failed.append((each, PendingReduction(None, [PackedGradient(each, options)]), errors[at]))
+            elif each.parameter.grad is not grad or grad is None or version != grad._version - 1:
+                failed.append((each, self, _changed(each, options)))
+        return failed
+
+    def sent_for(self, state: ParameterState) -> torch.Tensor | None:
+        """As of the base class."""
+        return state.gradient()
+
+    def forget_changes(self) -> None:
+        """As of the base class."""
+        for state in self._states:
+            grad = state.gradient()
+            state.held = grad, 0 if grad is None else grad._version
 
 
 class UnsentReduction(PendingReduction):
@@ -296,7 +397,7 @@ def separate_overlapping(states: Iterable[ParameterState]) -> None:
 def _hold_again(states: Iterable[ParameterState], before: torch.Tensor, grad: torch.Tensor) -> None:
     """Lets the copy be held instead of a gradient, unless that was changed."""
     for state in states:
-        if state.held is not None and state.held[0] is before and was_noted(state.held[1], before._version):
+        if state.held is not None and state.held[0] is before and state.held[1] == before._version:
             state.held = grad, grad._version
 
 

@@ -20,7 +20,6 @@ __all__ = [
     "is_counted_twice",
     "is_shared",
     "note_version",
-    "was_noted",
     "writable",
 ]
 
@@ -33,7 +32,9 @@ COUNTS_IN_HOOKS = _count_owners is not None and _release >= (2, 13)
 
 def is_shared(grad: torch.Tensor) -> bool:
     """Whether another tensor may have the memory of a gradient. A sparse one has no storage."""
-    return grad.layout is torch.strided and _owners(grad) > _OWN
+    return grad.layout is torch.strided and (
+        _count_owners is None or _count_owners(grad.untyped_storage()._cdata) > _OWN
+    )
 
 
 def is_counted_twice(grad: torch.Tensor) -> bool:
@@ -42,8 +43,11 @@ def is_counted_twice(grad: torch.Tensor) -> bool:
     return grad.layout is torch.strided and _owners(grad) > _OWN + is_new
 
 
-_owners = _count_owners or (lambda _: 1)
-_OWN = 0 if _count_owners is None else _count_owners(torch.empty(1, device="cpu"))
+def _owners(grad: torch.Tensor) -> int:
+    return 1 if _count_owners is None else _count_owners(storage_key(grad))
+
+
+_OWN = 0 if _count_owners is None else _owners(torch.empty(1, device="cpu"))
 """The number for a tensor that is alone; torch's own object for the storage may count."""
 
 
@@ -60,6 +64,11 @@ class NotedVersion:
     def __init__(self) -> None:
         self.number = 0
 
+    def __eq__(self, version: object) -> bool:
+        return self.number == version
+
+    __hash__ = None  # type: ignore[assignment]  # it changes
+
 
 _noted: weakref.WeakValueDictionary[int, NotedVersion] = weakref.WeakValueDictionary()
 """By storage. What is noted goes when no gradient is held with it any more."""
@@ -75,8 +84,3 @@ def note_version(grad: torch.Tensor) -> int | NotedVersion:
         noted = _noted[storage] = NotedVersion()
     noted.number = grad._version
     return noted
-
-
-def was_noted(noted: int | NotedVersion, version: int) -> bool:
-    """Whether the count that was noted is ``version``."""
-    return (noted.number if isinstance(noted, NotedVersion) else noted) == version

@@ -7,18 +7,23 @@ from collections.abc import Generator, Iterator, Sequence
 import torch
 
 from horo.errors import HoroError, MismatchError
+from horo.torch.compat.profiler import profiling
 from horo.torch.engine import runtime
+from horo.torch.engine.bucket import Bucket
 from horo.torch.engine.operation import Operation
 from horo.torch.engine.request import Request
+from horo.torch.engine.request_cache import address_of
 from horo.torch.engine.results import Gathered
-from horo.torch.engine.submit import start_again, start_allgather, start_allreduce
+from horo.torch.engine.submit import start_allgather, start_allreduce
 from horo.torch.ops.allreduce import Average
+from horo.torch.ops.compression import Compression
 from horo.torch.optimizer.consistency import Consistency
 from horo.torch.optimizer.membership import Membership, states_of_all
 from horo.torch.optimizer.parameter_state import (
     Group,
     PackedGradient,
     ParameterState,
+    PendingBucket,
     PendingReduction,
     PendingSparseReduction,
     UnsentReduction,
@@ -69,12 +74,48 @@ class GradientSubmitter:
 
         The caller drives them: no thread is woken.
         """
-        last: ParameterState | None = None
         self._note_sharing(states)
+        return self.submit_each(states, sync=True)
+
+    def submit_each(self, states: Sequence[ParameterState], *, sync: bool = False) -> Request | None:
+        """Submits the gradients that are not in progress, as ``submit``; those that can be, in one bucket.
+
+        ``state.shares`` is known. Returns the last request.
+        """
+        begun: list[ParameterState] = []
+        others: list[ParameterState] = []
+        # else a compressor or the profiler is to see each of them
+        may_bucket = self.options.compression is Compression.none and not profiling._is_profiler_enabled
+        marked = self._first() if self.progress.mark else None
+        first_gradients = self.checks.first_gradients
         for state in states:
-            if state.pending is None:
-                self.submit(state, sync=True)
-                last = state
+            if state.pending is not None:
+                continue
+            again, grad = state.again[sync], state.parameter.grad if state.held is None else state.held[0]
+            address = (
+                address_of(grad, again.shape, again.dtype)
+                if again is not None and grad is not None and may_bucket and not state.shares and state is not marked
+                else 0
+            )
+            if again is None or grad is None or not address or _group_of(state) is not None:
+                others.append(state)
+                continue
+            rows = again.buffer.rows
+            rows[0] = rows[1] = address
+            if state.held is None:
+                state.held = grad, grad._version
+            if first_gradients is not None:
+                first_gradients.note(state.name, grad)
+            state.was_unused = False
+            begun.append(state)
+        if begun:
+            requests = [again for state in begun if (again := state.again[sync])]
+            tensors = [grad for state in begun if (grad := state.gradient()) is not None]
+            PendingBucket(Bucket(requests, tensors), begun, self.options).start()
+        for state in others:
+            if state.pending is None:  # else it is with another one of its group
+                self.submit(state, sync)
+        last = next(reversed(others or begun), None)
         return None if last is None or last.pending is None else last.pending.request
 
     def _note_sharing(self, states: Sequence[ParameterState]) -> None:
@@ -100,7 +141,7 @@ class GradientSubmitter:
         if group is not None:
             self._submit_dense(group.name, [member for member in group.states if _group_of(member)], sync)
             return
-        grad = state.parameter.grad
+        grad = state.gradient()
         if grad is not None and self._travels_sparse(state, grad):
             state.was_unused = False
             self._submit_sparse(state, grad, sync, self._mark_of(state))
@@ -115,19 +156,23 @@ class GradientSubmitter:
         mark = self.progress.mark
         if not mark:
             return 0
-        if self._marked is None:  # by name, since the optimizers of ranks may have other orders
-            trained = [other for other in self.membership.states.values() if other.parameter.requires_grad]
-            self._marked = min(trained or [state], key=lambda item: item.name)
-        first = self._marked
-        group = _group_of(state)
+        first, group = self._first(), _group_of(state)
         return mark if state is first or (group is not None and group is _group_of(first)) else 0
+
+    def _first(self) -> ParameterState:
+        """The parameter whose gradient has the mark."""
+        if self._marked is None:  # by name, since the optimizers of ranks may have other orders
+            states = self.membership.states.values()
+            trained = [state for state in states if state.parameter.requires_grad] or states
+            self._marked = min(trained, key=lambda item: item.name)
+        return self._marked
 
     def _submit_dense(self, name: str, states: Sequence[ParameterState], sync: bool) -> None:
         packed = [self._pack(state) for state in states]
         self._set_pending(states, self._send(name, packed, sync, self._mark_of(states[0])))
 
     def _pack(self, state: ParameterState) -> PackedGradient | UnusedGradient:
-        if state.parameter.grad is None and self.leaves_unused and not state.varies:
+        if state.gradient() is None and self.leaves_unused and not state.varies:
             return UnusedGradient(state)
         packed = PackedGradient(state, self.options)
         if self.checks.first_gradients is not None:
@@ -144,11 +189,11 @@ class GradientSubmitter:
         # The options too: another optimizer may have had the name in an earlier job.
         team = self.membership.team
         key = team, options, name, sync, mark
-        request = start_again(key, sent[0], in_place=True) if len(packed) == 1 else None
-        if request is None:
-            kind = _kind(packed[0].state)
-            spec = Operation(kind, name, options.op, options.prescale, options.postscale, options.wire, team=team)
-            request = start_allreduce(sent, spec, in_place=True, sync=sync, key=key)
+        state = packed[0].state
+        spec = Operation(_kind(state), name, options.op, options.prescale, options.postscale, options.wire, team=team)
+        request = start_allreduce(sent, spec, in_place=True, sync=sync, key=key)
+        if _group_of(state) is None and not mark:
+            state.again[sync] = runtime.current().request_cache.find(key)
         return PendingReduction(request, packed, mark)
 
     def _submit_sparse(self, state: ParameterState, grad: torch.Tensor, sync: bool, mark: int = 0) -> PendingReduction:
@@ -185,12 +230,11 @@ class GradientSubmitter:
             done.add(pending)
             if pending.request is not None:
                 yield pending.request
-            try:
-                pending.finish()
-            except MismatchError as error:
-                mismatches.append((state, pending, error))
-            except HoroError as error:
-                failures.append(error)
+            for failed, reduction, error in pending.finish_each(state):
+                if isinstance(error, MismatchError):
+                    mismatches.append((failed, reduction, error))
+                else:
+                    failures.append(error)
         failures += yield from self._resolve(mismatches)
         if failures:
             raise failures[0]

@@ -102,8 +102,11 @@ static int turn(struct hr_part *part) {
     struct hr_blocked *blocked = &engine->blocked;
     int moved = HR_STILL;
     const int has_queue = atomic_load(&engine->requests.queued) != 0;
+    const int has_ended = engine->drive.stage != HR_STAGE_RUNNING; /* sends and receives go on */
     /* where something is announced, the last report about this rank holds no more */
-    if (atomic_load_explicit(&blocked->is_new, memory_order_relaxed) || (has_queue && blocked->is_told)) {
+    if (has_ended) {
+        atomic_store(&blocked->is_new, 0);
+    } else if (atomic_load_explicit(&blocked->is_new, memory_order_relaxed) || (has_queue && blocked->is_told)) {
         HR_TRY(hr_engine_tell_blocked(engine));
         moved = HR_MOVED;
     }
@@ -122,7 +125,7 @@ static int turn(struct hr_part *part) {
         if (lane != NULL) {
             lane->part.is_quiet = 0;
         }
-        if (status == HORO_OK) {
+        if (status == HORO_OK && (lane == NULL || !has_ended)) {
             status = cargo->hooks != NULL && cargo->hooks->announce != NULL
                          ? cargo->hooks->announce(cargo->owner, request)
                          : hr_lane_announce(lane, request);
@@ -133,7 +136,7 @@ static int turn(struct hr_part *part) {
     return status == HORO_OK ? HR_MOVED : status;
 }
 
-static const struct hr_part_ops SUBMISSIONS = {.rank = HR_PART_SUBMISSIONS, .turn = turn};
+static const struct hr_part_ops SUBMISSIONS = {.rank = HR_PART_SUBMISSIONS, .turn = turn, .outlives = 1};
 
 /* ---- The rooms of an engine ---- */
 

@@ -25,7 +25,8 @@
  *             |                                                | could not hear of without it
  *     ENDING  | ENDED: the neighbours have been sent what      | a leader sends; after an abort requests stay pending:
  *             | there is to tell, or FLUSH_MS have passed      | a caller that fails may end its process
- *     ENDED   |                                                | fails what is pending and what comes
+ *     ENDED   |                                                | fails what is pending and what comes, but for sends
+ *             |                                                | and receives between ranks that stay (pairs.h)
  *
  * The leader of a host is needed until all ranks there, and all hosts below it in the tree, have executed what stands
  * before the LEAVE record (DONE); the life lines of its host end at it, too. A rank that shuts down sets the abort word
@@ -68,8 +69,8 @@ struct hr_leaving {
     int has_ended; /* its descriptors are given back; under the lock, as what follows */
     int status;    /* for others, as the words */
     char words[HR_LAST_WORDS_MAX + 1];
-    /* until when what is to be sent is waited for, at most: before LEAVE, then in CLOSING and ENDING; 0: not yet */
-    int64_t flush_ns;
+    int64_t flush_ns; /* until when, at most, what is to be sent is waited for in CLOSING and ENDING */
+    int64_t mail_ns;  /* likewise sends and receives, before this rank leaves; 0: not yet */
     int64_t grace_ns; /* when it stops to wait, unless something moves; 0: it does not leave */
     uint64_t moves;   /* when the grace began */
     int is_late; /* the LEAVE record is executed, and what other teams have begun has not moved for that long */

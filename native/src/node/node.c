@@ -101,6 +101,10 @@ void hr_node_lose(struct hr_node *node, int local_rank) {
         local_rank == 0 || state == HR_MEMBER_ABSENT || !hr_arena_has_closed(&node->arena, local_rank);
     if (state != HR_MEMBER_LEFT && is_needed) {
         hr_node_abort(node, HORO_ERR_PEER_LOST, node->rank_of_local[local_rank], HR_REASON_EXITED);
+    } else if (state != HR_MEMBER_LEFT) { /* sends and receives with it end */
+        atomic_store(&node->arena.blocks[local_rank].state, HR_MEMBER_LEFT);
+        hr_node_wake_all(node);
+        hr_node_wake(node, node->local_rank);
     }
 }
 

@@ -246,6 +246,12 @@ int shim_wait_looks_last(void *context, int64_t limit_ns);
 int shim_wait_prepares_with_a_look(void *context);
 
 /*
+ * Whether the thread of a rank on one host, which nobody calls, drives for what comes between its last look and its
+ * sleep: a kick of this rank, or a call of another. -1: it has not even looked, or there is no memory.
+ */
+int shim_drive_hears_late(void *context, int by_kick, int64_t limit_ns);
+
+/*
  * The ticks for which data moved during a wait from tick 100 to 200, beside a batch that begins and ends (0: not) at
  * these. One that begins after 200 begins when the waiting thread has read the clock for the last time.
  */

@@ -101,15 +101,17 @@ uint64_t hr_drive_moves(const struct hr_drive *drive) {
 }
 
 /*
- * As hr_node_wait calls it: whether anything has moved, or failed. The first part alone has turns once the group comes
- * to its end. A part may add and remove others behind it.
+ * As hr_node_wait calls it: whether anything has moved, or failed. Once the group comes to its end, the first part has
+ * turns, and behind the end those that outlive it. A part may add and remove others behind it.
  */
 static int turn(struct hr_node *node, void *arg) {
     struct hr_drive *drive = arg;
     int moved = HR_STILL;
     int number = 0;
     for (struct hr_part *part = drive->parts; part != NULL; part = part->next, number++) {
-        if (part->ops->turn == NULL || (part->is_quiet && !hr_node_looks_at_quiet(node, number))) {
+        const int ends = drive->stage != HR_STAGE_RUNNING && part != drive->parts;
+        if (part->ops->turn == NULL || (ends && (drive->stage != HR_STAGE_ENDED || !part->ops->outlives)) ||
+            (part->is_quiet && !hr_node_looks_at_quiet(node, number))) {
             continue;
         }
         const int turned = part->ops->turn(part);
@@ -120,9 +122,6 @@ static int turn(struct hr_node *node, void *arg) {
             return 1;
         }
         moved |= turned;
-        if (drive->stage != HR_STAGE_RUNNING) {
-            break;
-        }
     }
     return moved != HR_STILL;
 }
@@ -206,7 +205,9 @@ static int may_return(const struct hr_drive *drive, const _Atomic int *word, int
         return atomic_load(word) != value;
     }
     if (atomic_load(&drive->stop)) {
-        return drive->stage == HR_STAGE_ENDED && atomic_load(&drive->pending) == 0;
+        const struct hr_arena *arena = &drive->node->arena;
+        return atomic_load(&arena->blocks[arena->local_rank].state) == HR_MEMBER_LEFT &&
+               atomic_load(&drive->pending) == 0;
     }
     return !atomic_load(&drive->serves_hosts) && !hr_drive_needs(drive);
 }
@@ -415,8 +416,7 @@ static void *thread_main(void *arg) {
     }
     run(drive); /* until it has left */
     hr_drive_unlock(drive);
-    atomic_store(&node->arena.blocks[node->local_rank].state, HR_MEMBER_LEFT);
-    hr_node_wake_all(node);
+    hr_node_wake_all(node); /* this rank has left */
     return NULL;
 }
 

@@ -42,6 +42,7 @@ struct hr_part_ops {
     enum hr_part_rank rank;
     /* One pass over what can move: HR_STILL, HR_MOVED or a status. Never waits. NULL: the part has times only. */
     int (*turn)(struct hr_part *part);
+    int outlives; /* the group: it is turned behind the end, too, once that is over (ENDED) */
     /*
      * Does what is due; returns the next time, whatever has been expected before: that may be an earlier one, which has
      * taken the place of this. NULL: the part has no times.

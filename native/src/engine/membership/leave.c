@@ -10,7 +10,7 @@
 enum {
     FLUSH_MS = 500,       /* telling other hosts of the end is worth no longer wait */
     LEAVE_GRACE_MS = 2000, /* without anything moving: what others do not do may hold a shutdown up so long */
-    CLOSE_GRACE_MS = 10000, /* the same once the log is closed: what moves on other hosts is not seen here */
+    CLOSE_GRACE_MS = 10000, /* the same once the log is closed: what moves on other hosts is not seen here; of sends */
 };
 
 static int is_aborted(const struct hr_engine *engine) {
@@ -74,9 +74,10 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
             stop_waiting(engine);
         }
     }
-    const int64_t next_ns = waits ? leaving->grace_ns : HR_NEVER;
+    int64_t next_ns = waits ? leaving->grace_ns : HR_NEVER;
     const int flushes = engine->drive.stage == HR_STAGE_CLOSING || engine->drive.stage == HR_STAGE_ENDING;
-    return flushes && leaving->flush_ns > now_ns && leaving->flush_ns < next_ns ? leaving->flush_ns : next_ns;
+    next_ns = flushes && leaving->flush_ns > now_ns && leaving->flush_ns < next_ns ? leaving->flush_ns : next_ns;
+    return leaving->mail_ns > now_ns && leaving->mail_ns < next_ns ? leaving->mail_ns : next_ns;
 }
 
 /* ---- RUNNING ---- */
@@ -114,17 +115,21 @@ static void begin_stage(struct hr_engine *engine, enum hr_stage stage) {
     hr_part_expect(&engine->leaving.part, engine->leaving.flush_ns);
 }
 
-/* Ranks that this one has received from are told so before: the record may overtake what waits on its way. */
+/*
+ * Ranks that this one has received from are told so before: the record may overtake what waits on its way. And what it
+ * has sent may still be received, unless it fails: then nobody is to wait for that.
+ */
 static int has_mail_left(struct hr_engine *engine) {
     struct hr_leaving *leaving = &engine->leaving;
-    if (!atomic_load(&engine->pairs.is_open) || !hr_mail_is_left(&engine->pairs.mail)) {
+    const int has_failed = leaving->status == HORO_ERR_PEER_LOST;
+    if (!hr_pairs_has_left(&engine->pairs, !has_failed)) {
         return 0;
     }
-    if (leaving->flush_ns == 0) {
-        leaving->flush_ns = hr_now_ns() + LEAVE_GRACE_MS * 1000000ll;
-        hr_part_expect(&leaving->part, leaving->flush_ns);
+    if (leaving->mail_ns == 0) {
+        leaving->mail_ns = hr_now_ns() + (has_failed ? LEAVE_GRACE_MS : CLOSE_GRACE_MS) * 1000000ll;
+        hr_part_expect(&leaving->part, leaving->mail_ns);
     }
-    return hr_now_ns() < leaving->flush_ns;
+    return hr_now_ns() < leaving->mail_ns;
 }
 
 static int turn_running(struct hr_engine *engine) {
@@ -227,9 +232,9 @@ static int turn(struct hr_part *part) {
     struct hr_arena *arena = &engine->node->arena;
     const enum hr_stage stage = engine->drive.stage;
     const uint32_t roll_call = atomic_load(&arena->header->roll_call); /* partner: call_roll */
-    _Atomic uint32_t *present = &arena->blocks[arena->local_rank].present;
-    if (atomic_load_explicit(present, memory_order_relaxed) != roll_call) {
-        atomic_store(present, roll_call);
+    struct hr_arena_block *own = &arena->blocks[arena->local_rank];
+    if (atomic_load_explicit(&own->present, memory_order_relaxed) != roll_call) {
+        atomic_store(&own->present, roll_call);
     }
     /* before leaving: a LEAVE would overtake the reason of a rank that has ended the group itself */
     if (stage <= HR_STAGE_CLOSING && is_aborted(engine)) {
@@ -239,7 +244,14 @@ static int turn(struct hr_part *part) {
     case HR_STAGE_RUNNING: return turn_running(engine);
     case HR_STAGE_CLOSING: return turn_closing(engine);
     case HR_STAGE_ENDING: return turn_ending(engine);
-    default: return hr_requests_fail_all(&engine->requests);
+    default:
+        if (atomic_load(&engine->drive.stop) && atomic_load(&own->state) != HR_MEMBER_LEFT &&
+            (is_aborted(engine) || !has_mail_left(engine))) {
+            /* before a send fails here, whose memory nobody may read any more: partner: hr_moves_read_some */
+            atomic_store(&own->state, HR_MEMBER_LEFT);
+            return HR_MOVED;
+        }
+        return hr_requests_fail_all(&engine->requests);
     }
 }
 

@@ -47,6 +47,12 @@ int hr_mail_local_of(const struct hr_mail *mail, int rank) {
     return local < node->local_size ? local : -1;
 }
 
+/* The way to a rank: the local index whose ring it is, or -1: by the carrier. */
+static int way_to(const struct hr_mail *mail, int rank) {
+    const int local = hr_mail_local_of(mail, rank);
+    return local < 0 && mail->carrier.carry == NULL ? 0 : local;
+}
+
 static int ring_has_room(const struct hr_mail *mail, int peer) {
     return hr_buffer_size(&mail->peers[peer].out) == 0;
 }
@@ -106,10 +112,10 @@ static hr_status put_into_ring(struct hr_mail *mail, int peer, const struct hr_m
 }
 
 hr_status hr_mail_pass(struct hr_mail *mail, const struct hr_mail_message *message, const void *data) {
-    const int local = hr_mail_local_of(mail, message->to);
+    const int ring = way_to(mail, message->to);
     mail->moves++;
-    return local < 0 && mail->carrier.carry != NULL ? mail->carrier.carry(mail->carrier.owner, message, data)
-                                                    : put_into_ring(mail, local < 0 ? 0 : local, message, data);
+    return ring < 0 ? mail->carrier.carry(mail->carrier.owner, message, data)
+                    : put_into_ring(mail, ring, message, data);
 }
 
 hr_status hr_mail_put(struct hr_mail *mail, int rank, struct hr_mail_message message, const void *data) {
@@ -119,9 +125,8 @@ hr_status hr_mail_put(struct hr_mail *mail, int rank, struct hr_mail_message mes
 }
 
 int hr_mail_has_room(const struct hr_mail *mail, int rank) {
-    const int local = hr_mail_local_of(mail, rank);
-    return local < 0 && mail->carrier.carry != NULL ? mail->carrier.has_room(mail->carrier.owner, rank)
-                                                    : ring_has_room(mail, local < 0 ? 0 : local);
+    const int ring = way_to(mail, rank);
+    return ring < 0 ? mail->carrier.has_room(mail->carrier.owner, rank) : ring_has_room(mail, ring);
 }
 
 int hr_mail_flush(struct hr_mail *mail) {
@@ -129,6 +134,9 @@ int hr_mail_flush(struct hr_mail *mail) {
     for (int peer = 0; mail->unsent > 0 && peer < mail->node->local_size; peer++) {
         if (!ring_has_room(mail, peer)) {
             moved |= send_out(mail, peer);
+            if (atomic_load(&mail->node->arena.blocks[peer].state) == HR_MEMBER_LEFT) { /* nobody reads it any more */
+                hr_buffer_consume(&mail->peers[peer].out, hr_buffer_size(&mail->peers[peer].out));
+            }
             mail->unsent -= ring_has_room(mail, peer);
         }
     }

@@ -17,8 +17,10 @@
  *     PULL   receiver  its memory cannot be read from here: send it, from this offset on
  *     DATA   sender    a piece, at this offset
  *     DONE   receiver  the send is over: HORO_OK, or what the receiver has instead: MISMATCH, dtype and count
+ *
+ * Either one asks by ASK where the program of the other one stands, on another host, whose leader passes that on.
  */
-enum hr_mail_kind { HR_MAIL_OFFER = 1, HR_MAIL_PULL = 2, HR_MAIL_DATA = 3, HR_MAIL_DONE = 4 };
+enum hr_mail_kind { HR_MAIL_OFFER = 1, HR_MAIL_PULL = 2, HR_MAIL_DATA = 3, HR_MAIL_DONE = 4, HR_MAIL_ASK = 5 };
 
 enum {
     HR_MAIL_BYTES_MAX = HR_WIRE_MAIL_MAX, /* behind one message */

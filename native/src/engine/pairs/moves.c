@@ -179,8 +179,8 @@ static hr_status take_offer(struct hr_pairs *pairs, int peer, const struct hr_ma
 }
 
 /*
- * A part of the first one. When the group ends, a sender may give its memory to something else: what is read then is
- * not looked at, for the end fails the receive, too.
+ * A part of the first one. A sender that ends may give its memory to something else: what is read then is not looked
+ * at, for that fails the receive, too.
  */
 int hr_moves_read_some(struct hr_pairs *pairs) {
     struct hr_move_of_pair *move = pairs->reading.first;
@@ -193,8 +193,10 @@ int hr_moves_read_some(struct hr_pairs *pairs) {
         move->address + move->moved,
         hr_smaller(move->bytes - move->moved, READ_AT_ONCE),
     };
-    const int error = hr_read_peer(node, hr_mail_local_of(&pairs->mail, move->pair.peer), &range, 1);
-    if (hr_arena_aborted(&node->arena).code != 0 || hr_arena_end_of(&node->arena.header->left_word).code != 0) {
+    const int local = hr_mail_local_of(&pairs->mail, move->pair.peer);
+    const int error = hr_read_peer(node, local, &range, 1);
+    /* partner: turn, in leave.c */
+    if (hr_arena_aborted(&node->arena).code != 0 || atomic_load(&node->arena.blocks[local].state) == HR_MEMBER_LEFT) {
         return HR_STILL;
     }
     pairs->moves++;
@@ -298,11 +300,64 @@ int hr_moves_send_pieces(struct hr_pairs *pairs) {
     return HR_MOVED;
 }
 
+/* ---- The end ---- */
+
+/* Whether its other rank, or all that it may be, will do no more, and what they have sent has been taken in. */
+static int is_over(const struct hr_pairs *pairs, const struct hr_move_of_pair *move) {
+    const struct hr_node *node = pairs->mail.node;
+    int is_here = 0;
+    for (int i = 0; i < node->local_size; i++) {
+        const int counts = move->pair.peer < 0 ? i != node->local_rank : node->rank_of_local[i] == move->pair.peer;
+        /* partner: turn, in leave.c */
+        is_here |= counts && atomic_load(&node->arena.blocks[i].state) != HR_MEMBER_LEFT;
+    }
+    return !is_here && !hr_mail_is_rung(&pairs->mail);
+}
+
+static void fail_over(struct hr_pairs *pairs, struct hr_move_of_pair *move, int all) {
+    const struct hr_node *node = pairs->mail.node;
+    struct hr_abort end = hr_arena_aborted(&node->arena);
+    if (end.code == 0) {
+        const struct hr_abort left = {.code = HORO_ERR_ABORTED, .rank = move->pair.peer, .reason = HR_REASON_LEFT};
+        end = all || move->pair.peer < 0 || is_far(pairs, move) ? hr_end_find(node) : left;
+    }
+    char text[HORO_MESSAGE_MAX];
+    hr_drive_lock(pairs->requests->drive);
+    hr_requests_describe_end(pairs->requests, end, move->request, text, sizeof text);
+    hr_requests_complete_locked(pairs->requests, move->request, end.code, text);
+    hr_drive_wake_waiters(pairs->requests->drive);
+    hr_drive_unlock(pairs->requests->drive);
+}
+
+int hr_moves_end(struct hr_pairs *pairs, int all) {
+    struct hr_pair_list *const lists[] = {&pairs->offered, &pairs->pulled, &pairs->posted, &pairs->reading,
+                                          &pairs->pulling};
+    int moved = HR_STILL;
+    for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) {
+        struct hr_move_of_pair *before = NULL;
+        struct hr_move_of_pair *next;
+        for (struct hr_move_of_pair *move = lists[i]->first; move != NULL; move = next) {
+            next = move->next;
+            if (!all && !is_over(pairs, move)) {
+                before = move;
+                continue;
+            }
+            hr_end_show(pairs->mail.node);
+            fail_over(pairs, take(lists[i], before, move), all);
+            moved = HR_MOVED;
+        }
+    }
+    return moved;
+}
+
 /* ---- Messages ---- */
 
 hr_status hr_moves_handle(void *owner, const struct hr_mail_message *message, const void *data) {
     struct hr_pairs *pairs = owner;
     struct hr_move_of_pair *move = NULL;
+    if (pairs->requests->drive->stage != HR_STAGE_RUNNING && hr_mail_local_of(&pairs->mail, message->from) < 0) {
+        return HORO_OK; /* its move has failed */
+    }
     switch (message->kind) {
     case HR_MAIL_OFFER: return take_offer(pairs, message->from, message, data);
     case HR_MAIL_DATA: return take_data(pairs, message->from, message, data);

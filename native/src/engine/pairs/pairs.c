@@ -4,7 +4,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "arena/arena.h"
+#include "base/clock.h"
 #include "base/traits.h"
+#include "node/end.h"
 
 /* ---- The part of the loop ---- */
 
@@ -29,11 +32,13 @@ static hr_status open_to_pass(struct hr_pairs *pairs) {
 
 hr_status hr_pairs_take_in(struct hr_pairs *pairs, const struct hr_mail_message *message, const void *data) {
     HR_TRY(atomic_load(&pairs->is_open) ? HORO_OK : open_to_pass(pairs));
-    if (message->to != pairs->mail.node->rank) {
-        return hr_mail_pass(&pairs->mail, message, data);
+    const int local = hr_mail_local_of(&pairs->mail, message->to);
+    if (local >= 0 && message->kind == HR_MAIL_ASK) {
+        hr_node_ask(pairs->mail.node, local);
+        return HORO_OK;
     }
-    /* behind the end there is nothing any more that it could be for */
-    return pairs->requests->drive->stage == HR_STAGE_RUNNING ? hr_moves_handle(pairs, message, data) : HORO_OK;
+    return message->to != pairs->mail.node->rank ? hr_mail_pass(&pairs->mail, message, data)
+                                                 : hr_moves_handle(pairs, message, data);
 }
 
 /*
@@ -53,6 +58,13 @@ static int turn(struct hr_part *part) {
         }
         HR_TRY(open_to_pass(pairs));
     }
+    const struct hr_arena *arena = &pairs->mail.node->arena;
+    const int has_ended = pairs->requests->drive->stage == HR_STAGE_ENDED;
+    const int has_left = atomic_load(&arena->blocks[arena->local_rank].state) == HR_MEMBER_LEFT;
+    if (has_ended && (has_left || hr_arena_aborted(arena).code != 0)) {
+        part->is_quiet = 1;
+        return hr_moves_end(pairs, 1);
+    }
     const int took = hr_mail_take(&pairs->mail, hr_moves_handle, pairs);
     HR_TRY(took);
     const int read = hr_moves_read_some(pairs);
@@ -60,9 +72,10 @@ static int turn(struct hr_part *part) {
     const int sent = hr_moves_send_pieces(pairs);
     HR_TRY(sent);
     const int flushed = hr_mail_flush(&pairs->mail);
+    const int ended = has_ended ? hr_moves_end(pairs, 0) : HR_STILL;
     part->is_quiet = pairs->offered.first == NULL && pairs->pulled.first == NULL && pairs->posted.first == NULL &&
                      pairs->reading.first == NULL && pairs->pulling.first == NULL && pairs->mail.unsent == 0;
-    return took | read | sent | flushed;
+    return took | read | sent | flushed | ended;
 }
 
 /* Whether something for a neighbour waits for room. */
@@ -76,7 +89,94 @@ static uint64_t count_moves(const struct hr_part *part) {
     return pairs->moves + pairs->mail.moves;
 }
 
-static const struct hr_part_ops PART = {.rank = HR_PART_PAIRS, .turn = turn, .needs = needs, .moves = count_moves};
+/* ---- Those that do not move ---- */
+
+void hr_pairs_describe(const struct hr_pairs *pairs, const struct hr_request *request, char *text, size_t text_bytes) {
+    const struct hr_node *node = pairs->mail.node;
+    const struct hr_move_of_pair *move = request->cargo.data;
+    const int sends = request->call.op == HORO_SEND;
+    const int is_any = move->pair.peer < 0;
+    char who[HR_NAME_TEXT_BYTES] = "no rank";
+    if (!is_any) {
+        (void)hr_node_name_rank(node, move->pair.peer, who, sizeof who);
+    }
+    if (move->limit > 0 || move->moved > 0 || (!sends && move->send > 0)) { /* both ends have been called */
+        (void)snprintf(text, text_bytes, "%s does not answer, and rank %d waits for %s", who, node->rank,
+                       request->call.name);
+    } else {
+        (void)snprintf(text, text_bytes, "%s has %scalled %s rank %d, tag %d", who, is_any ? "" : "not ",
+                       sends ? "receive from" : "send to", node->rank, move->pair.tag);
+    }
+}
+
+/* The rank that it waits for is to say where its program stands. */
+static void ask(struct hr_pairs *pairs, int peer) {
+    const int local = peer < 0 ? -1 : hr_mail_local_of(&pairs->mail, peer);
+    if (local >= 0) {
+        hr_node_ask(pairs->mail.node, local);
+    } else if (peer >= 0) { /* a question is not worth the end of the job */
+        (void)hr_mail_put(&pairs->mail, peer, (struct hr_mail_message){.kind = HR_MAIL_ASK}, NULL);
+    }
+}
+
+/* A report of stalls, as those of stall.c for what all ranks do. */
+static int64_t due(struct hr_part *part, int64_t now_ns) {
+    struct hr_pairs *pairs = part->owner;
+    const int64_t warning_ns = pairs->mail.node->stall_warning_ns;
+    const int64_t again_ns = pairs->reported_ns + warning_ns;
+    if (warning_ns <= 0 || (pairs->reported_ns != 0 && now_ns < again_ns)) {
+        return warning_ns <= 0 ? HR_NEVER : again_ns;
+    }
+    char lines[2 * HORO_MESSAGE_MAX];
+    size_t used = 0;
+    int count = 0;
+    int64_t next_ns = HR_NEVER;
+    int64_t oldest_ns = now_ns;
+    hr_drive_lock(pairs->requests->drive);
+    for (const struct hr_request *request = pairs->requests->oldest; request != NULL; request = request->newer) {
+        struct hr_move_of_pair *move = request->cargo.data;
+        if (!hr_op_is_of_pairs(request->call.op)) {
+            continue;
+        }
+        if (move->since_ns == 0 || move->moved != move->seen) {
+            move->since_ns = move->since_ns == 0 ? request->submit_ns : now_ns;
+            move->seen = move->moved;
+        }
+        if (now_ns - move->since_ns < warning_ns) {
+            next_ns = move->since_ns + warning_ns < next_ns ? move->since_ns + warning_ns : next_ns;
+            continue;
+        }
+        next_ns = now_ns + warning_ns < next_ns ? now_ns + warning_ns : next_ns;
+        oldest_ns = move->since_ns < oldest_ns ? move->since_ns : oldest_ns;
+        if (count++ < HR_NAMES_IN_TEXT) {
+            char line[HORO_MESSAGE_MAX / 4];
+            hr_pairs_describe(pairs, request, line, sizeof line);
+            used += (size_t)snprintf(lines + used, sizeof lines - used, "\n  %s", line);
+            ask(pairs, move->pair.peer);
+        }
+    }
+    hr_drive_unlock(pairs->requests->drive);
+    if (count > 0) {
+        char seconds[HR_SECONDS_BYTES];
+        pairs->reported_ns = now_ns;
+        hr_log(&pairs->mail.node->log, HORO_LOG_WARNING, "waiting for %s s for the other end of sends and receives:%s",
+               hr_seconds(now_ns - oldest_ns, seconds), lines);
+    }
+    return next_ns;
+}
+
+/* Nothing is pending any more: no wake-up for what is done. */
+static void await(struct hr_part *part, int64_t now_ns) {
+    part->next_ns = now_ns == 0 ? HR_NEVER : part->next_ns;
+}
+
+static const struct hr_part_ops PART = {.rank = HR_PART_PAIRS,
+                                        .turn = turn,
+                                        .outlives = 1,
+                                        .due = due,
+                                        .await = await,
+                                        .needs = needs,
+                                        .moves = count_moves};
 
 /* ---- Requests ---- */
 
@@ -90,6 +190,7 @@ static int announce(void *owner, struct hr_request *request) {
     struct hr_move_of_pair *move = request->cargo.data;
     move->request = request;
     pairs->part.is_quiet = 0;
+    hr_part_expect(&pairs->part, request->submit_ns + pairs->mail.node->stall_warning_ns);
     return request->call.op == HORO_SEND ? hr_move_offer(pairs, move) : hr_move_post(pairs, move);
 }
 
@@ -121,9 +222,11 @@ static void name_call(int op, struct hr_pair pair, char *name, size_t name_bytes
     }
 }
 
-hr_status hr_pairs_submit(struct hr_pairs *pairs, int op, const horo_tensor *tensor, struct hr_pair pair, int32_t flags,
-                          int64_t *handle, struct hr_error *error) {
+hr_status hr_pairs_submit(struct hr_pairs *pairs, const horo_request *given, struct hr_pair pair, int64_t *handle,
+                          struct hr_error *error) {
     struct hr_requests *requests = pairs->requests;
+    const horo_tensor *tensor = given->tensors;
+    const int op = given->op;
     HR_TRY(check(requests->node, op, pair, error));
     hr_drive_lock(requests->drive);
     const hr_status opened = open_mail(pairs, error);
@@ -133,7 +236,8 @@ hr_status hr_pairs_submit(struct hr_pairs *pairs, int op, const horo_tensor *ten
     name_call(op, pair, name, sizeof name);
     const horo_request call = {.name = name,
                                .op = op,
-                               .flags = flags & HORO_SUBMIT_SYNC,
+                               .flags = given->flags & HORO_SUBMIT_SYNC,
+                               .timeout_ms = given->timeout_ms,
                                .prescale = 1.0,
                                .postscale = 1.0,
                                .tensors = tensor,
@@ -166,6 +270,13 @@ hr_status hr_pairs_put_pending(const struct hr_pairs *pairs, struct hr_buffer *o
         }
     }
     return HORO_OK;
+}
+
+int hr_pairs_has_left(struct hr_pairs *pairs, int with_sends) {
+    const int sends = with_sends && (pairs->offered.first != NULL || pairs->pulled.first != NULL);
+    const int is_running = pairs->requests->drive->stage == HR_STAGE_RUNNING; /* else no leader passes anything on */
+    return atomic_load(&pairs->is_open) &&
+           (sends || (is_running ? hr_mail_is_left(&pairs->mail) : pairs->mail.unsent > 0));
 }
 
 /* ---- The beginning and the end ---- */

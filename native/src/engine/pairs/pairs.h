@@ -6,6 +6,9 @@
  * or reads the sender's memory, or, where it cannot, has it sent in pieces; from another host so many at a time.
  * Both ends are done when the receiver is.
  *
+ * When the group has ended because a rank has left, those that stay go on, on one host: their rings are in the arena.
+ * A send or receive fails then when its other rank leaves, too. Between hosts it fails at once, for its leaders go.
+ *
  *     a send     OFFERED  -> done, by DONE
  *                         -> PULLED, by PULL: goes out in pieces -> done, by DONE
  *     a receive  POSTED   -> done, where the tensor came with the offer, or does not fit
@@ -43,6 +46,7 @@ struct hr_pairs {
     _Atomic int is_open;
     int reads; /* memory of others of this host is read */
     uint64_t last_send;
+    int64_t reported_ns; /* the last report of those that do not move; 0: none */
     uint64_t moves, sent, received; /* the last two have ended */
     struct hr_pair_list offered, pulled, posted, reading, pulling;
     struct hr_offer *offers, *last_offer; /* that no receive was meant for yet */
@@ -54,9 +58,13 @@ struct hr_pairs {
 void hr_pairs_init(struct hr_pairs *pairs, struct hr_requests *requests, int reads, struct hr_mail_carrier carrier);
 /* A leader, whose links have brought a message for a rank of this host, or for another host. HORO_OK or a status. */
 hr_status hr_pairs_take_in(struct hr_pairs *pairs, const struct hr_mail_message *message, const void *data);
-/* As horo_send and horo_receive: `op` is one of the two. */
-hr_status hr_pairs_submit(struct hr_pairs *pairs, int op, const horo_tensor *tensor, struct hr_pair pair, int32_t flags,
-                          int64_t *handle, struct hr_error *error);
+/* As horo_send and horo_receive: op, tensor, flags and timeout_ms of `call` count. */
+hr_status hr_pairs_submit(struct hr_pairs *pairs, const horo_request *call, struct hr_pair pair, int64_t *handle,
+                          struct hr_error *error);
+/* The driver: what a send or receive that is not done waits for: "rank 1 (h1) has not called send to rank 0, tag 7". */
+void hr_pairs_describe(const struct hr_pairs *pairs, const struct hr_request *request, char *text, size_t text_bytes);
+/* The driver: whether this rank has more to tell others; or, with sends, has sent what they have not received. */
+int hr_pairs_has_left(struct hr_pairs *pairs, int with_sends);
 /* The driver, with the lock held: appends the moves that are not done (wire.h). HORO_OK or a status. */
 hr_status hr_pairs_put_pending(const struct hr_pairs *pairs, struct hr_buffer *out);
 /* Behind the requests. */

@@ -11,7 +11,8 @@ struct hr_move_of_pair {
     int dtype;
     uint64_t count;
     char *data;
-    size_t bytes, moved;
+    size_t bytes, moved, seen; /* the last: so far it had moved when it was last looked at, for the report, */
+    int64_t since_ns;          /* and since when it had not moved on; 0: it has not been looked at */
     size_t limit;     /* so far it has been pulled; 0: not yet */
     uint64_t send;    /* the sender's number for it */
     uint64_t address; /* in the sender's memory */
@@ -33,5 +34,7 @@ hr_status hr_moves_handle(void *pairs, const struct hr_mail_message *message, co
 /* Receives: reads a part of the first one. Sends: sends what has been pulled. HR_STILL, HR_MOVED or a status. */
 int hr_moves_read_some(struct hr_pairs *pairs);
 int hr_moves_send_pieces(struct hr_pairs *pairs);
+/* The group has ended: fails those whose other rank has left, or all. HR_STILL or HR_MOVED. */
+int hr_moves_end(struct hr_pairs *pairs, int all);
 
 #endif

@@ -286,6 +286,32 @@ static size_t describe_waits(const struct hr_deadlock *deadlock, char *text, siz
     return used;
 }
 
+/* The end of the sentence: the usual cause, by what is waited for: collectives, or sends and receives alone. */
+static const char *advise(const struct hr_deadlock *deadlock) {
+    struct walk walk = {.deadlock = deadlock};
+    struct hr_wire_lane lane;
+    size_t names = 0;
+    int all_send = 1;
+    while (next_lane(&walk, &lane)) {
+        names += lane.count;
+    }
+    for (int rank = 0; rank < deadlock->size; rank++) {
+        const struct hr_wire_message report = report_of(deadlock, rank);
+        const uint8_t *cursor = report.data;
+        while (cursor < report.data + report.data_bytes) {
+            struct hr_wire_move move;
+            hr_wire_next_move(&cursor, &move);
+            all_send &= move.sends;
+        }
+    }
+    if (names > 0) {
+        return "has a rank fewer batches, or has it skipped a backward() or step()?";
+    }
+    return all_send ? "a send ends when it is received: let one rank receive first, or use isend and irecv, or "
+                      "batch_isend_irecv"
+                    : "does one of the ranks send first, with the tag that the other receives?";
+}
+
 enum hr_verdict hr_deadlock_judge(struct hr_deadlock *deadlock, char *text, size_t text_bytes) {
     int open = 0; /* the first rank that may go on by another thread */
     deadlock->is_judged = 1;
@@ -314,7 +340,6 @@ enum hr_verdict hr_deadlock_judge(struct hr_deadlock *deadlock, char *text, size
         return HR_VERDICT_NONE;
     }
     const size_t used = describe_waits(deadlock, text, text_bytes);
-    (void)snprintf(text + used, text_bytes - used,
-                   "; has a rank fewer batches, or has it skipped a backward() or step()?");
+    (void)snprintf(text + used, text_bytes - used, "; %s", advise(deadlock));
     return HR_VERDICT_DEADLOCK;
 }

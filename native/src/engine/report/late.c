@@ -110,7 +110,7 @@ static struct hr_wire_text text_of(const char *text) {
 static int64_t find_first(const struct hr_requests *requests, const struct hr_request **first) {
     int64_t first_ns = HR_NEVER;
     for (const struct hr_request *request = requests->oldest; request != NULL; request = request->newer) {
-        if (request->call.timeout_ms > 0 && request->port != NULL && hr_late_deadline_ns(request) < first_ns) {
+        if (request->call.timeout_ms > 0 && hr_late_deadline_ns(request) < first_ns) {
             first_ns = hr_late_deadline_ns(request);
             *first = request;
         }
@@ -183,17 +183,28 @@ static int give_up(const struct late *late, int is_last) {
     return 1;
 }
 
+/* With the lock held: a send or receive is late, about which nobody else need be asked. */
+static void end_for_pair(const struct hr_engine *engine, const struct hr_request *request) {
+    char what[HORO_MESSAGE_MAX / 2];
+    char text[HR_LAST_WORDS_MAX + 1];
+    hr_pairs_describe(&engine->pairs, request, what, sizeof what);
+    (void)snprintf(text, sizeof text, "%s within the timeout of %g s", what, (double)request->call.timeout_ms / 1e3);
+    hr_node_end(engine->node, HORO_ERR_TIMEOUT, engine->node->rank, text, strlen(text));
+}
+
 static int64_t due(struct hr_part *part, int64_t now_ns) {
     struct hr_engine *engine = part->owner;
     struct hr_late *asked = &engine->late;
     const struct hr_request *first = NULL;
     struct late late = {0};
-    if (engine->drive.stage != HR_STAGE_RUNNING) {
+    if (hr_arena_aborted(&engine->node->arena).code != 0) {
         return HR_NEVER;
     }
     hr_drive_lock(&engine->drive);
     const int64_t first_ns = find_first(&engine->requests, &first);
-    if (first_ns <= now_ns) {
+    if (first_ns <= now_ns && first->port == NULL) {
+        end_for_pair(engine, first);
+    } else if (first_ns <= now_ns && engine->drive.stage == HR_STAGE_RUNNING) {
         late.lane = first->port->lane;
         late.handle = first->handle;
         (void)snprintf(late.name, sizeof late.name, "%s", first->call.name);
@@ -201,8 +212,8 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
                        hr_op_name(first->call.op), first->call.name, (double)first->call.timeout_ms / 1e3);
     }
     hr_drive_unlock(&engine->drive);
-    if (late.lane == NULL) {
-        return first_ns;
+    if (late.lane == NULL) { /* behind the end, it fails soon */
+        return first_ns <= now_ns ? now_ns + GRACE_MS * 1000000ll : first_ns;
     }
     const int64_t grace_ns = (late.lane->team->host_count > 1 ? 2 : 1) * GRACE_MS * 1000000ll;
     if (asked->asked_ns == 0 || asked->asked != late.handle) {

@@ -82,7 +82,10 @@ void hr_requests_complete(struct hr_requests *requests, struct hr_request *const
 /* The same for one, with the lock held, by any thread, which wakes waiters. */
 void hr_requests_complete_locked(struct hr_requests *requests, struct hr_request *request, int status,
                                  const char *text);
-/* Fails everything pending, if there is anything, with the end of the group; 1 if there was. */
+/* With the lock held: why what is pending fails at that end, with its names, or with that of `only` (NULL: all). */
+void hr_requests_describe_end(const struct hr_requests *requests, struct hr_abort end, const struct hr_request *only,
+                              char *text, size_t text_bytes);
+/* Fails what is pending with the end of the group, but for sends and receives (pairs.h); 1 if there was anything. */
 int hr_requests_fail_all(struct hr_requests *requests);
 
 /* ---- Waiting ---- */

@@ -144,12 +144,13 @@ void hr_port_drop_refusals(struct hr_port *port, int only_behind) {
 }
 
 /* Behind the cause, which is whole: of the names as many as there is room for. */
-static void append_pending(const struct hr_requests *requests, char *text, size_t text_bytes) {
+static void append_pending(const struct hr_requests *requests, const struct hr_request *only, char *text,
+                           size_t text_bytes) {
     size_t used = strlen(text);
     size_t count = 0;
     used += (size_t)snprintf(text + used, text_bytes - used, "; pending here: ");
     for (const struct hr_request *request = requests->oldest; request != NULL; request = request->newer) {
-        if (count++ < HR_NAMES_IN_TEXT && used < text_bytes) {
+        if ((only == NULL || request == only) && count++ < HR_NAMES_IN_TEXT && used < text_bytes) {
             char where[32] = "";
             if (request->call.team != 0) {
                 (void)snprintf(where, sizeof where, " (process set %d)", request->call.team % HORO_TEAM_ID_STEP);
@@ -163,25 +164,50 @@ static void append_pending(const struct hr_requests *requests, char *text, size_
     }
 }
 
+void hr_requests_describe_end(const struct hr_requests *requests, struct hr_abort end, const struct hr_request *only,
+                              char *text, size_t text_bytes) {
+    hr_end_describe(requests->node, end, text, text_bytes);
+    if (end.code != HORO_ERR_DEADLOCK) { /* whose words name what is waited for, of all ranks */
+        append_pending(requests, only, text, text_bytes);
+    }
+}
+
+/* With the lock held: the oldest one that is not between two ranks alone. */
+static struct hr_request *oldest_of_all(const struct hr_requests *requests) {
+    struct hr_request *request = requests->oldest;
+    while (request != NULL && request->port == NULL) {
+        request = request->newer;
+    }
+    return request;
+}
+
 int hr_requests_fail_all(struct hr_requests *requests) {
     if (atomic_load(&requests->drive->pending) == 0) {
         return 0;
     }
+    hr_drive_lock(requests->drive);
+    struct hr_request *request = oldest_of_all(requests);
+    hr_drive_unlock(requests->drive);
+    if (request == NULL) {
+        return 0;
+    }
     char text[HORO_MESSAGE_MAX];
     const struct hr_abort end = hr_end_find(requests->node);
-    hr_end_describe(requests->node, end, text, sizeof text);
     hr_end_show(requests->node);
     hr_drive_lock(requests->drive);
-    if (end.code != HORO_ERR_DEADLOCK) { /* which says what is waited for, of all ranks */
-        append_pending(requests, text, sizeof text);
-    }
-    while (requests->oldest != NULL) {
-        hr_requests_complete_locked(requests, requests->oldest, end.code, text);
+    hr_requests_describe_end(requests, end, NULL, text, sizeof text);
+    while ((request = oldest_of_all(requests)) != NULL) {
+        hr_requests_complete_locked(requests, request, end.code, text);
         /* The call behind it has gone into the queue, and may be the next one that is freed. */
         requests->queue_head = NULL;
         requests->queue_tail = &requests->queue_head;
     }
     atomic_store(&requests->queued, 0);
+    for (request = requests->oldest; request != NULL; request = request->newer) {
+        if (request->state == HR_REQUEST_QUEUED) {
+            hr_requests_queue(requests, request);
+        }
+    }
     hr_drive_wake_waiters(requests->drive);
     hr_drive_unlock(requests->drive);
     return 1;
@@ -258,8 +284,10 @@ hr_status hr_requests_create(struct hr_requests *requests, const horo_request *c
      * A process that ends at its error must not be taken for the cause: its driver tells other hosts first, then fails
      * this.
      */
-    const int untold = atomic_load(&requests->drive->serves_hosts) && hr_arena_aborted(&node->arena).code != 0;
-    if (!untold && hr_end_check(node, error) != HORO_OK) {
+    const int is_aborted = hr_arena_aborted(&node->arena).code != 0;
+    const int untold = atomic_load(&requests->drive->serves_hosts) && is_aborted;
+    const int outlives = hr_op_is_of_pairs(call->op) && !is_aborted;
+    if (!untold && !outlives && hr_end_check(node, error) != HORO_OK) {
         hr_end_show(node);
         return error->code;
     }
