@@ -92,8 +92,8 @@ _ELASTIC = (
     "blacklist_cooldown_range",
 )
 """Options that have a meaning in elastic jobs only."""
-_NOT_ELASTIC = ("no_torch_env", "master_port", "timeline_merge", "bind_to", "bind_gpus", "check_hosts", "output")
-"""Options that an elastic job does not have: what they set is fixed at the start of a job, as which rank is 0."""
+_NOT_ELASTIC = ("no_torch_env", "master_port", "timeline_merge", "bind_to", "bind_gpus", "check_hosts")
+"""Options that an elastic job does not have: what they set is fixed at the start of a job."""
 _EXCLUDED = {
     "master_port": "no_torch_env",
     "prefix_timestamp": "no_prefix",

@@ -177,6 +177,7 @@ class ElasticSupervisor(HostsSupervisor):
         elif isinstance(action, StartWorker):
             self._start_worker(action)
         elif isinstance(action, WriteSeats):
+            self._console.first = action.workers[0]
             self._seats_given |= {worker: self._seats_given.get(worker, 0) + 1 for worker in action.workers}
             hosts = [self._host_of_rank[worker] for worker in action.workers]
             numbers = [self._seats_given[worker] for worker in action.workers]

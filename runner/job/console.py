@@ -22,10 +22,14 @@ class Console:
     """Takes the output of the ranks; while ``full``, the ranks have to wait.
 
     The handler of a signal sets ``interrupted`` to end a ``flush``.
+
+    Attributes:
+        first: the process that is rank 0, whose lines are shown where no others are.
     """
 
     def __init__(self, loop: Loop, options: OutputOptions, size: int) -> None:
         self.interrupted = False
+        self.first = 0
         self._loop = loop
         self._verbose = options.verbose
         self._options = options
@@ -81,7 +85,7 @@ class Console:
 
     def shows(self, rank: int) -> bool:
         """Whether the lines of a rank are shown; else they are in its files only."""
-        return rank == 0 or not self._options.first_only
+        return rank == self.first or not self._options.first_only
 
     def rank_ended(self, rank: int) -> None:
         """Shows the unfinished lines of the rank."""

@@ -1,8 +1,12 @@
-"""An elastic job under a real Slurm that loses a host of it."""
+"""Elastic jobs under a real Slurm that loses a host of one, and puts another one back into the queue."""
 
+import contextlib
+import os
+import re
 import sys
 from pathlib import Path
 
+import pytest
 from jobs import TORCH_S, wait_until
 from slurm import Slurm
 
@@ -30,3 +34,63 @@ def test_ranks_go_on_when_a_host_of_the_job_is_down(slurm: Slurm, tmp_path: Path
     assert ended.state == "COMPLETED", ended.output
     assert "end 0 " in ended.output, ended.output
     wait_until(slurm.is_idle, "the host is back: ReturnToService=2", 0.1)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "elastic.md"
+TRAINING = """
+import os
+import torch
+import horo.torch as hvd
+
+hvd.init()
+model = torch.nn.Linear(2, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
+
+@hvd.elastic.run
+def train(state):
+    if hvd.rank() == 0:
+        print(f"begins at step {state.step} on {hvd.size()}", flush=True)
+    is_over = 0
+    while not is_over:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        state.step += 1
+        state.commit()
+        is_over = hvd.allreduce(torch.tensor(int(os.path.exists("stop"))), op=hvd.Max, name="over").item()
+
+train(hvd.elastic.TorchState(model, optimizer, step=0))
+"""
+
+
+@pytest.mark.parametrize(
+    "words", [["scancel", "--signal=TERM", "--batch"], ["scontrol", "requeue"]], ids=["time-is-up", "preempted"]
+)
+def test_a_job_that_is_requeued_goes_on_from_its_last_commit(slurm: Slurm, tmp_path: Path, words: list[str]) -> None:
+    """The script of the page, for two ranks. ``--signal=B:TERM@120`` is a signal to the batch script."""
+    script = PAGE.read_text().partition("```bash script=requeue\n")[2].partition("```")[0]
+    (tmp_path / "job.sh").write_text(script.replace("-np 8 --min-np 4", "-np 2 --min-np 1"))
+    (tmp_path / "train.py").write_text(TRAINING)
+    told = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    number, launched = slurm.queue(tmp_path, "--ntasks-per-node=1", str(tmp_path / "job.sh"), environment=told)
+    first = slurm.cluster.hosts[0]
+
+    def begins() -> list[int]:
+        out = tmp_path / f"{number}.out"
+        said = out.read_text() if out.exists() else ""
+        return [int(step) for step in re.findall(r"begins at step (\d+) on 2", said)]
+
+    wait_until(begins, "the first training", 0.1, 2 * TORCH_S)
+    slurm.on(first, [*words, str(number)])
+
+    def begins_again() -> bool:
+        with contextlib.suppress(RuntimeError):  # it is not in the queue, or not any more
+            slurm.on(first, ["scontrol", "update", f"JobId={number}", "StartTime=now"])  # else after two minutes
+        return len(begins()) > 1
+
+    wait_until(begins_again, "the second training", 0.5, 2 * TORCH_S)
+    (tmp_path / "stop").touch()
+    ended = slurm.finish(number, launched)
+    assert ended.state == "COMPLETED", ended.output
+    before, *_, after = begins()
+    assert before == 0 < after, ended.output

@@ -247,7 +247,8 @@ class Simulation:
             members = [self.processes[worker] for worker in action.workers]
             commits = [each.commit for each in members if each.commit is not None]
             assert commits or not self.state.has_learnt, f"nobody in generation {action.generation} has the state"
-            self.check_commit(action.generation, max(commits, default=0))
+            if not any(each.is_synced for each in members):
+                self.check_commit(action.generation, max(commits, default=0))
         at_work = self.at_work()
         assert not at_work, f"generation {action.generation} is seated while {at_work} are at work"
 
@@ -263,8 +264,8 @@ class Simulation:
 
     def is_left_behind(self, process: Process) -> bool:
         """Whether its host does not answer, and others have left its generation, so that steps do not end."""
-        is_stopped = self.machines.all[process.slot.host].is_stopped
-        return is_stopped and any(
+        machine = self.machines.all[process.slot.host]
+        return (machine.is_stopped or bool(machine.waiting)) and any(
             (worker, process.generation) in self.left for worker in self.members[process.generation]
         )
 
@@ -289,10 +290,9 @@ class Simulation:
 
     def check_commit(self, generation: int, commit: int) -> None:
         """If all have failed, others go on from the latest commit, or the one before, whose report was on its way."""
-        if any(each.is_synced for each in self.living()):
-            return
         self.restored = commit
-        if not self.is_lossy and not self.gives_up_waiting():
+        is_learnt = any(each.is_synced for each in self.living())
+        if not is_learnt and not self.is_lossy and not self.gives_up_waiting():
             latest = max([commit, *self.usable_memories()])
             assert commit >= latest - 1, f"generation {generation} goes on from commit {commit}, and there is {latest}"
 
@@ -300,7 +300,7 @@ class Simulation:
         """The job ends for a reason."""
         if "generations in a row" in finish.reason:
             assert self.limits.reset_limit is None
-            assert len(self.errors) >= 5, f"the script has failed in {self.errors} only since the last commit"
+            assert self.is_lossy or len(self.errors) >= 5, f"it has failed in {self.errors} only"
         elif finish.failed is not None:
             assert not self.has_trained, (
                 f"worker {finish.failed} ends the job with an error after the begin of training"

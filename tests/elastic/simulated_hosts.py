@@ -81,10 +81,16 @@ class Machines:
             if machine.has_agent and machine.agent == agent:
                 call()
 
-        if machine.is_cut or machine.is_stopped:
+        if machine.is_cut or machine.is_stopped or machine.waiting:
             machine.waiting.append(arrive)
         else:
             arrive()
+
+    def _pass_on_waiting(self, machine: Machine) -> None:
+        """What has waited arrives in its order, before what it brings about."""
+        while machine.waiting and not machine.is_cut and not machine.is_stopped:
+            call, *machine.waiting = machine.waiting
+            call()
 
     def are_parted(self, names: set[str]) -> bool:
         """Whether some of the hosts do not reach each other."""
@@ -149,9 +155,7 @@ class Machines:
             machine.is_stopped = False
             if machine.known != agent:
                 self.end_agent(machine)
-            waiting, machine.waiting = machine.waiting, []
-            for call in waiting:
-                call()
+            self._pass_on_waiting(machine)
 
         self._later(SILENCE_S, if_still(lambda: self._lose(machine, agent, "is silent", None)))
         self._later(self._random.choice([5.0, SILENCE_S + 10.0, 200.0]), if_still(go_on))
@@ -178,9 +182,7 @@ class Machines:
 
         def heal() -> None:
             machine.is_cut = False
-            waiting, machine.waiting = machine.waiting, []
-            for call in waiting:
-                call()
+            self._pass_on_waiting(machine)
             self._is_back(machine.name)
 
         ends_s, lost_s = (SILENCE_S + self._random.uniform(-1.5, 1.5) for _ in range(2))

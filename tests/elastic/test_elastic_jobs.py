@@ -62,6 +62,12 @@ def test_fewer_ranks_go_on_and_a_newcomer_joins_while_they_train(elastic: Elasti
     assert "generation 3: 2 ranks (workers 0, 2)" in err
 
 
+def test_the_lines_of_rank_0_are_those_of_the_lowest_rank_of_each_generation(elastic: Elastic) -> None:
+    out, _ = elastic.train("-np", "2", "--min-np", "2", "--output", "rank0", "20", "0:10:kill")
+    assert "worker 0 is 0 of 2 at 0" in out and "worker 1 is 0 of 2 at 10" in out
+    assert "worker 2" not in out and ends(out) == {1: 20}
+
+
 def test_a_rank_that_hangs_is_killed_and_named_with_its_stack(elastic: Elastic) -> None:
     limits = {"HORO_STALL_CHECK_TIME_SECONDS": "1", "HORO_STALL_SHUTDOWN_TIME_SECONDS": "3"}
     out, err = elastic.train("-np", "3", "--min-np", "2", "30", "1:10:hang", **limits)
