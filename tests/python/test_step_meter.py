@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from horo.torch.engine.steps import StepMeter
 
 if TYPE_CHECKING:
-    from horo.core.context import Context
+    pass
 
 S = 1_000_000_000
 
@@ -36,7 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def meter_of(clock: Clock) -> StepMeter:
-    meter = StepMeter(cast("Context", clock))
+    meter = StepMeter(clock)
     meter.end_step(0)
     return meter
 

@@ -173,7 +173,7 @@ def test_the_first_hooks_of_a_backward_may_come_in_two_threads_at_once(groups: i
                 patch.setattr(backward_hooks, "current_run", lambda run=run: run)
                 patch.setattr(at_backward, "current_run", lambda run=run: run)
                 patch.setattr(backward_hooks, "BUCKET_BYTES", 1)  # each hook submits
-                patch.setattr(at_backward, "_refuse_in_backward", lambda what: None)
+                patch.setattr(at_backward, "_refuse_in_backward", lambda *_: None)
                 _backward_in_two_threads(run, groups, ends)
     finally:
         sys.setswitchinterval(turn_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import pty
 import re
@@ -18,6 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pyte
@@ -26,10 +28,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import DEADLINE_S, Hororun, Launched, wait_until
 
+from horo.runner.agent.rank_reports import NoteReader
 from horo.runner.agent.rank_summary import RankSummary
+from horo.runner.agent.ranks import Noted
+from horo.runner.config import Job
 from horo.runner.job.live import Progress, line
 from horo.runner.job.metrics import exposition
 from horo.runner.job.output import Printer
+from horo.runner.job.watching import RanksSeen, Watching
+from horo.runner.loop import Timer
 
 MS = 1_000_000
 COLUMNS, ROWS = 80, 30
@@ -462,3 +469,54 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+# Off a terminal
+
+
+class NoTerminal:
+    """In the place of a console whose stderr is none."""
+
+    columns = 0
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def show_live(self, text: str) -> None:
+        assert not text
+
+
+class Clock:
+    """In the place of a loop: its timers are due when a test turns it on."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.calls: list[Callable[[], None]] = []
+
+    def watch(self, fd: int, **_calls: object) -> None:
+        assert fd >= 0
+
+    def call_later(self, _delay_s: float, call: Callable[[], None]) -> Timer:
+        self.calls.append(call)
+        return Timer(0.0, 0, call)
+
+    def second(self) -> None:
+        self.now_s += 1
+        self.calls.pop(0)()
+
+
+def test_off_a_terminal_there_is_a_line_every_30_seconds() -> None:
+    loop, console, reader = Clock(), NoTerminal(), NoteReader()
+    job = Job(size=1, command=("cmd",), live=True)
+    watching = Watching(loop, job, console, RanksSeen({0: reader}, {0: "a"}, list, "rank"))  # type: ignore[arg-type]
+    for second in range(1, 62):
+        summary = {**asdict(after(2 * second)), "samples": [[], [], []], "unused": []}
+        data = json.dumps({"now": summary}).encode() + b"\n"
+        reader.feed(data)
+        watching.on_event(Noted(0, data))
+        loop.second()
+    assert console.said == ["step 60 | 10 steps/s", "step 120 | 10 steps/s"]
+    watching.close()

@@ -20,12 +20,16 @@ from horo.bootstrap.log import prepare_log
 from horo.bootstrap.running_rank import RunningRank, watch
 from horo.config.table import LaunchVariables, environment, read_config, read_variables
 from horo.core.setup import close_setup
+from horo.diagnostics.page import Page
+from horo.torch.distributed.steps import StepCounter, Work
 
 __all__ = ["close_job", "open_job"]
 
 _open: dict[int, RunningRank] = {}
 """By identity: the groups that have not been destroyed. They leave at the end of the process."""
 _changing = threading.Lock()
+_counters: list[StepCounter] = []
+"""At most one, from the first group of all ranks on, if hororun reads it."""
 
 
 class _GroupStore(TorchStore):
@@ -97,6 +101,8 @@ def open_job(options: Any) -> RunningRank | None:
     job.context.blocked_after_s, job.context.is_alone = config.deadlock_time_s, True
     with _changing:
         _open[id(job)] = job
+        if not global_ranks and reporter.has_reader and not _counters:
+            _counters.append(StepCounter(job, _work, Page(own.counts_fd)))
     return job
 
 
@@ -106,8 +112,16 @@ def close_job(job: RunningRank, aborts: str = "") -> None:
     ``aborts``: ends it for all at once instead, for this reason.
     """
     with _changing:
-        _open.pop(id(job), None)
+        is_open = _open.pop(id(job), None) is not None
+        for counter in _counters if is_open else ():
+            counter.leaves(job)
     job.close(aborts, aborts=bool(aborts))
+
+
+def _work() -> list[Work]:
+    """Of each group that is open."""
+    with _changing:  # so none is freed meanwhile
+        return [job.context.work() for job in _open.values()]
 
 
 def _close_all() -> None:

@@ -7,15 +7,12 @@ import time
 from dataclasses import dataclass
 from operator import sub
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from horo.diagnostics.page import Page
 from horo.torch.compat.loading import take_loading_ns, watch_loaders
-
-if TYPE_CHECKING:
-    from horo.core.context import Context
 
 __all__ = ["Stats", "StepMeter", "StepTimes"]
 
@@ -72,15 +69,20 @@ class Stats:
     peak_gpu_memory: int
 
 
+class _Core(Protocol):
+    def work(self) -> tuple[int, int, int, int, int]:
+        """As of a context."""
+
+
 class StepMeter:
     """Reads the counters of a context at the end of each step.
 
     Args:
-        core: the context.
+        core: the context, or several together.
         page: gets what it has read.
     """
 
-    def __init__(self, core: Context, page: Page | None = None) -> None:
+    def __init__(self, core: _Core, page: Page | None = None) -> None:
         self._core = core
         self.page = page or Page()
         self._steps = self._measured = self._loading = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import operator
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -75,6 +76,8 @@ class Membership:
         """The id of the process set in the core; None while it is not registered."""
         self.states: dict[torch.Tensor, ParameterState] = {}
         """By parameter."""
+        self._adopted: tuple[list[torch.Tensor], list[ParameterState]] = [], []
+        """The parameters that the optimizer had when it was looked at last, and their states, in its order."""
         self.order = next(_orders)
         """Its place among all optimizers of this process."""
         self.newer = Newer()
@@ -123,6 +126,11 @@ class Membership:
         optimizer = self.optimizer()
         if optimizer is None:
             return []
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        before, states = self._adopted
+        is_same = len(parameters) == len(before) and all(map(operator.is_, parameters, before))
+        if is_same and len(self.hooked) == len(self.states):
+            return states
         states = []
         is_larger = False
         for number, group in enumerate(optimizer.param_groups):
@@ -141,6 +149,7 @@ class Membership:
                 states.append(state)
         if is_larger:
             self.claim_parameters()
+        self._adopted = parameters, states
         return states
 
     def _follower(self) -> Follower | None:

@@ -92,12 +92,10 @@ class GradientSubmitter:
             if state.pending is not None:
                 continue
             again, grad = state.again[sync], state.parameter.grad if state.held is None else state.held[0]
-            address = (
-                address_of(grad, again.shape, again.dtype)
-                if again is not None and grad is not None and may_bucket and not state.shares and state is not marked
-                else 0
-            )
-            if again is None or grad is None or not address or _group_of(state) is not None:
+            is_alone = state.group is None or _group_of(state) is None
+            fits = may_bucket and is_alone and not state.shares and state is not marked
+            address = address_of(grad, again.shape, again.dtype) if fits and again and grad is not None else 0
+            if again is None or grad is None or not address:
                 others.append(state)
                 continue
             rows = again.buffer.rows
