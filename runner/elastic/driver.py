@@ -64,7 +64,7 @@ def step(state: DriverState, event: ElasticEvent, now_s: float) -> tuple[DriverS
     """
     if isinstance(event, Committed) and _decides_nothing(state, event):
         kept = {**state.kept, state.workers[event.worker].slot: event.number} if event.is_kept else state.kept
-        return DriverState(**{**vars(state), "kept": kept, "committed": max(state.committed, event.number)}), []
+        return DriverState(**{**vars(state), "kept": kept, "committed": event.number}), []
     turn = _Turn(state, now_s)
     if turn.state.phase != Phase.OVER:
         turn.take(event)
@@ -150,7 +150,7 @@ class _Turn(RestartTurn):
         elif isinstance(event, Committed):
             self._set(worker, worker.standing, has_state=True)
             self.state.has_trained = True
-            self.state.committed = max(self.state.committed, event.number)
+            self.state.committed = event.number
             if event.is_kept:
                 self.state.kept = {**self.state.kept, worker.slot: event.number}
         elif isinstance(event, Ended):
@@ -182,7 +182,8 @@ class _Turn(RestartTurn):
         self._set(worker, Standing.READY, has_state=worker.has_state or event.has_state)
         self.suspects.pop(worker.number, None)
         self._break()
-        self.state.committed = max(self.state.committed, event.commit)
+        if event.commit >= 0:
+            self.state.committed = event.commit
         counts = [each for each in (self.state.steps_lost, event.steps_lost) if each is not None]
         self.state.steps_lost = max(counts, default=None)
         self._gather(f"worker {worker.number} has left it")

@@ -52,7 +52,7 @@ class RestartTurn(Turn):
         state, last = self.state, self.state.failing
         if state.error and last.generation != state.generation:
             error = _without_numbers(state.error)
-            is_alike = error == last.error and state.committed <= last.commit
+            is_alike = error == last.error and state.committed == last.commit
             state.failing = Restart(state.committed, state.generation, error, last.alike + 1 if is_alike else 1)
         if state.limits.reset_limit is None and state.failing.alike >= _GENERATIONS:
             return (

@@ -222,7 +222,7 @@ class DriverState:
         history: the generations that have trained.
         kept: the last commit in the memory of each slot, as far as it was reported.
         restart: the last time that all ranks had failed, and others went on from those memories.
-        committed: the last commit that was reported.
+        committed: the last commit that was reported; another state of the script counts from 1 again.
         failing: the last generation that an error of the script has ended, ``alike``: so many since the last commit.
         error: that by which the script has ended the last member of this generation; empty: something else has.
         refused: the workers that could not be started before the first generation, and are left out of it.

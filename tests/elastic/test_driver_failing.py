@@ -66,6 +66,19 @@ def test_one_that_commits_in_between_or_has_another_limit_is(limits: dict[str, i
     assert failed_beside_others(*BATCHES, *BATCHES, **limits).phase is Phase.RUNNING
 
 
+def test_one_whose_commits_are_numbered_anew_by_another_state_is() -> None:
+    driver = running(12)
+    driver.on(Committed(11, 1000, True))
+    for number in range(10):
+        commit = 10 * (number + 1)
+        driver.on(Committed(number, commit, True), Ended(number, True, f"ended with {BATCHES[0]}", is_error=True))
+        others = range(number + 1, 12)
+        driver.on(*(Waits(each, number + 1, number, True, commit=commit) for each in others))
+        assert driver.phase is not Phase.OVER, driver.actions
+        driver.on(*within(number + 2, *others))
+    assert driver.phase is Phase.RUNNING
+
+
 def test_generations_that_end_otherwise_in_between_do_not_count() -> None:
     assert failed_beside_others(*["ValueError: a", "OSError: b"] * 5).phase is Phase.RUNNING
     driver = failed_beside_others(*BATCHES[:4])
