@@ -19,6 +19,7 @@ from seats import Seats
 import horo.torch as hvd
 from horo.bootstrap.elastic import membership
 from horo.elastic.commit_file import CommitFile
+from horo.errors import UsageError
 
 
 def run(folder: Path, plan: Plan, size: int, *, replace: bool = False) -> tuple[dict[int, Any], Seats]:
@@ -136,6 +137,25 @@ def opened() -> list[str]:
         with contextlib.suppress(OSError):  # the one of the listing
             found.append(str(fd.readlink()))
     return found
+
+
+def train_two_states(folder: str) -> None:
+    """The program of a worker that runs a state twice, and then another one."""
+    hvd.init()
+    train = hvd.elastic.run(lambda state: hvd.allreduce(torch.ones(1), name="step").item() + state.epoch)
+    state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, epoch=1)
+    assert [train(state), train(state)] == [2, 2]
+    for other in (hvd.elastic.TorchState(epoch=0), hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, epoch=0)):
+        with pytest.raises(UsageError, match=r"elastic job has one state.*phase=0"):
+            train(other)
+    Path(folder, f"refused {hvd.rank()}").touch()
+    hvd.shutdown()
+
+
+def test_a_second_state_is_refused(tmp_path: Path) -> None:
+    with Seats(train_two_states, str(tmp_path), replace=False) as seats:
+        assert seats.run(2) == {0: 0, 1: 0}, seats.logs()
+    assert len(list(tmp_path.glob("refused *"))) == 2
 
 
 def load(folder: str) -> None:

@@ -16,6 +16,7 @@ from horo.config.table import LaunchVariables, environment, read_variables
 from horo.elastic.commits import CommitMemory, inherited
 from horo.elastic.loop import run_elastic
 from horo.elastic.state import State
+from horo.errors import UsageError
 from horo.torch.elastic.keeping import Keeping
 from horo.torch.elastic.state import TorchState
 from horo.torch.engine import topology
@@ -53,7 +54,7 @@ def run(
     Returns:
         A function with the same arguments. It raises what ``func`` raises, except the errors of lost ranks in an
         elastic job; ``MismatchError`` and ``NotInitializedError`` are raised there too, since a script is wrong. It
-        raises SystemExit if the job is to end before.
+        raises SystemExit if the job is to end before, and UsageError for a second state in an elastic job.
 
     Example:
         @hvd.elastic.run
@@ -107,9 +108,17 @@ class _Job:
         return rows
 
     def adopt(self, state: State) -> bool:
-        if not isinstance(state, TorchState) or _first:
+        if _first:
+            if state is not _first[0]:
+                raise UsageError(
+                    "elastic.run: an elastic job has one state, and this is another one than before; a rank that comes "
+                    "later begins with the first, and ranks would mix both up. Keep all phases in one state and one "
+                    "function, as in TorchState(model, optimizer, phase=0, epoch=0)"
+                )
             return False
         _first.append(state)
+        if not isinstance(state, TorchState):
+            return False
         memory = _slot_memory()
         if memory is not None and state._adopt(memory):
             return True
