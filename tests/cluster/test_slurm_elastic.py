@@ -88,7 +88,11 @@ def test_a_job_that_is_requeued_goes_on_from_its_last_commit(slurm: Slurm, tmp_p
             slurm.on(first, ["scontrol", "update", f"JobId={number}", "StartTime=now"])  # else after two minutes
         return len(begins()) > 1
 
-    wait_until(begins_again, "the second training", 0.5, 2 * TORCH_S)
+    try:
+        wait_until(begins_again, "the second training", 0.5, 2 * TORCH_S)
+    except AssertionError:
+        job = slurm.on(first, ["scontrol", "show", "job", str(number)])
+        pytest.fail(f"no second training:\n{(tmp_path / f'{number}.out').read_text()}\n{job}")
     (tmp_path / "stop").touch()
     ended = slurm.finish(number, launched)
     assert ended.state == "COMPLETED", ended.output

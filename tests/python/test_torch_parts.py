@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import run_python
 
 import horo.torch as hvd
 from horo.core.signal_safe_call import CallQueue, ThreadCall
@@ -171,6 +172,12 @@ def found(name: str) -> Any:
             thing = thing(lambda: None)
         thing = getattr(thing([torch.zeros(1)]) if part == "_optimizer_step_pre_hooks" else thing, part)
     return thing
+
+
+def test_the_torch_of_tests_imports_a_part_of_dynamo_once() -> None:
+    """Dynamo waits until something of it is wanted: here by the import of a part, which its own import has loaded."""
+    done = run_python("-c", "import torch; torch.optim.SGD([torch.zeros(1)]); import torch._dynamo.decorators")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", private.PRIVATE_NAMES)

@@ -23,6 +23,9 @@ class _Finder:
     """Finds torch where others do, and has it run without searches for garbage."""
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name.startswith("torch._dynamo.") and name in sys.modules and target is None:
+            # Who imports it has asked for the path of torch._dynamo, which has loaded all of it meanwhile.
+            return ModuleSpec(name, _Loaded(sys.modules[name]))
         if name not in ("torch", "torch._dynamo"):
             return None
         found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
@@ -69,6 +72,19 @@ def _load(module: Any) -> None:
             real = module.__spec__.loader.real
             module.__spec__.loader = module.__loader__ = real
             real.exec_module(module)
+
+
+class _Loaded:
+    """Loads a module that is there."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
 
 
 class _LaterLoader:
