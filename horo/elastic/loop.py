@@ -11,7 +11,7 @@ from horo.elastic.membership import DriverLink
 from horo.elastic.state import HostsUpdatedInterrupt, LeaveInterrupt, State
 from horo.errors import GroupError, MismatchError, NotInitializedError
 
-__all__ = ["LoopJob", "run_elastic"]
+__all__ = ["LoopJob", "run_elastic", "share_latest"]
 
 _Result = TypeVar("_Result")
 
@@ -56,7 +56,8 @@ def run_elastic(function: Callable[[], _Result], state: State, job: LoopJob, mem
             if is_moved:
                 state.on_reset()
                 is_moved = False
-            _sync(state, job, membership)
+            share_latest(state, job, membership.generation)
+            membership.committed(state._standing.commit.number, is_kept=state._standing.is_kept)
             result = function()
             job.gather([0])  # a rank that is lost before has the others train on, so all must be here still
             membership.done()
@@ -77,20 +78,20 @@ def run_elastic(function: Callable[[], _Result], state: State, job: LoopJob, mem
         membership.leave(error, steps_lost)
 
 
-def _sync(state: State, job: LoopJob, membership: DriverLink) -> None:
+def share_latest(state: State, job: LoopJob, generation: int) -> None:
     """Gives all ranks the state with the most training in it. Nothing is sent where all have it already.
 
     All ranks decide that by the same numbers. A newcomer never has it: it has called none of the functions that are
     registered for resets.
     """
     standing = state._standing
-    standing.generation = membership.generation
+    standing.generation = generation
     own = standing.commit if standing.commit.generation else Commit(0, 0)
     rows = job.gather([*own, int(standing.is_synced)])
     root = max(range(len(rows)), key=lambda rank: (rows[rank], -rank))
     *latest, is_synced = rows[root]
     if not is_synced or any(row != rows[root] for row in rows):
-        commit = Commit(*latest) if latest[0] else Commit(membership.generation, 0)
+        commit = Commit(*latest) if latest[0] else Commit(generation, 0)
         standing.root, standing.incoming = root, commit
         try:
             state.sync()
@@ -98,4 +99,3 @@ def _sync(state: State, job: LoopJob, membership: DriverLink) -> None:
             standing.root, standing.incoming = 0, None
         standing.commit = commit
     standing.is_synced = True
-    membership.committed(standing.commit.number, is_kept=standing.is_kept)

@@ -14,7 +14,7 @@ from horo.bootstrap.elastic import membership
 from horo.bootstrap.launchers.variables import read_launch
 from horo.config.table import LaunchVariables, environment, read_variables
 from horo.elastic.commits import CommitMemory, inherited
-from horo.elastic.loop import run_elastic
+from horo.elastic.loop import run_elastic, share_latest
 from horo.elastic.state import State
 from horo.errors import UsageError
 from horo.torch.elastic.keeping import Keeping
@@ -46,7 +46,7 @@ def run(
 
     If ``hororun --elastic-dir`` or ``HORO_ELASTIC_DIR`` has named a folder, the last commit of the first ``TorchState``
     goes there when the job is to end (SIGTERM), and when a lost rank ends it. A job that starts with that folder goes
-    on from it.
+    on from it. Each host may have a folder of its own, as in ``/dev/shm``: all ranks get the latest commit of any.
 
     Args:
         func: ``func(state, ...)``.
@@ -86,12 +86,16 @@ def _run_once(function: Callable[[], _Result], state: State, keeping: Keeping | 
             "once; start it with hororun --min-np to have it go on",
             "MPI" if topology.is_under_mpi() else "srun",
         )
+    is_resumed = False
     if keeping is not None and not _first:
         _first.append(state)
         keeping.own_memory()
-        if keeping.resume():
-            state.on_reset()  # the job before may have had another number of ranks
-    state.sync()
+        is_resumed = keeping.resume()
+    job = _Job(keeping, resumes=False)
+    if any(resumed for (resumed,) in job.gather([int(is_resumed)])):  # each host may have a file of its own, or none
+        state.on_reset()  # the job before may have had another number of ranks
+    state._standing.is_synced = False
+    share_latest(state, job, 1)
     return function()
 
 
