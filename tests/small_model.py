@@ -15,6 +15,18 @@ needs_cpu_scaler = pytest.mark.skipif(
 )
 
 
+class BrokenBackward(torch.autograd.Function):
+    """An identity whose backward fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError("broken in the middle")
+
+
 def make_model(seed: int = 3) -> torch.nn.Sequential:
     torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3)).double()

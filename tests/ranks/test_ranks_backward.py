@@ -10,6 +10,7 @@ import torch
 from interrupts import interrupt
 from rank_pool import RankPool, on
 from small_model import (
+    BrokenBackward,
     assert_close,
     backward_averages,
     gradients_of,
@@ -193,16 +194,6 @@ def test_optimizers_of_one_loss_whose_order_differs_between_ranks_do_not_wait_in
         torch.testing.assert_close(hvd.allreduce(value), value, rtol=1e-9, atol=1e-12)
 
 
-class _Broken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError("broken in the middle")
-
-
 @pytest.mark.parametrize("clear", ["optimizer", "model", "nobody"])
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=["average", "sum"])
 @on("ranks2_in_backward")
@@ -213,7 +204,7 @@ def test_training_goes_on_after_an_exception_in_backward_on_all_ranks(op: int, c
     optimizer.zero_grad()
     for step in range(3):
         with pytest.raises(RuntimeError, match="broken in the middle"):
-            model[2](_Broken.apply(model[0](make_batch(hvd.rank(), 7)))).square().mean().backward()
+            model[2](BrokenBackward.apply(model[0](make_batch(hvd.rank(), 7)))).square().mean().backward()
         with pytest.raises(ValueError, match=r"step\(\): the backward\(\) before did not come to its end"):
             optimizer.step()
         partial = [torch.zeros_like(p) for p in model[0].parameters()]
@@ -245,7 +236,7 @@ def test_an_exception_in_the_backward_of_one_rank_alone_is_an_error_on_all() -> 
     call = make_loss(model, hvd.rank()).backward
     if hvd.rank() == 0:
         with pytest.raises(RuntimeError, match="broken in the middle"):
-            model[2](_Broken.apply(model[0](make_batch(0)))).square().mean().backward()
+            model[2](BrokenBackward.apply(model[0](make_batch(0)))).square().mean().backward()
         call = optimizer.zero_grad
     with pytest.raises(
         ValueError, match=r"an exception has ended the backward\(\) of rank 0.*all ranks call optimizer\.zero_grad\(\)"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import RankPool, on
-from small_model import gradients_of, make_batch, make_loss, make_model, mean_gradients
+from small_model import BrokenBackward, gradients_of, make_batch, make_loss, make_model, mean_gradients
 
 import horo.torch as hvd
 from horo.torch.optimizer.advice import OF_MODEL
@@ -232,16 +232,6 @@ def test_a_distributed_model_goes_on_in_the_next_job(fresh2: RankPool) -> None:
     fresh2.run(check)
 
 
-class _Broken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError("broken in the middle")
-
-
 def test_errors_advise_what_a_distributed_model_has() -> None:
     assert not any("synchronize()" in each or "GRADIENTS_READY" in each for each in OF_MODEL)
 
@@ -251,7 +241,7 @@ def test_an_exception_in_the_backward_of_a_distributed_model_has_a_remedy_that_i
     model = hvd.distribute(make_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(RuntimeError, match="broken in the middle"):
-        model[2](_Broken.apply(model[0](make_batch(hvd.rank(), 7)))).square().mean().backward()
+        model[2](BrokenBackward.apply(model[0](make_batch(hvd.rank(), 7)))).square().mean().backward()
     with pytest.raises(ValueError, match=r"did not come to its end.*compute them again, on all ranks alike$"):
         optimizer.step()
     optimizer.zero_grad()
