@@ -122,6 +122,11 @@ class RunningRank:
         return self.overlap
 
     @property
+    def host_ranks(self) -> tuple[int, ...]:
+        """The ranks of the host of this one, itself included."""
+        return next(ranks for ranks in self.hosts if self.rank in ranks)
+
+    @property
     def is_tuned(self) -> bool:
         """Whether autotuning may change settings."""
         return self._tuned_from is not None

@@ -60,8 +60,7 @@ def start_timeline(job: RunningRank, path: str, *, marks_cycles: bool) -> None:
         job.context.start_timeline(file, _describe(job), marks_batches=marks_cycles)
         job.reporter.writes_timeline(file)
         logging.getLogger("horo").info("writes a timeline to %s", file)
-    host = next(ranks for ranks in job.hosts if job.rank in ranks)
-    job.timelines |= {(rank, each) for rank in host if (each := file_of_rank(path, rank)) is not None}
+    job.timelines |= {(rank, each) for rank in job.host_ranks if (each := file_of_rank(path, rank)) is not None}
 
 
 def begin_timeline(job: RunningRank, config: Config) -> None:

@@ -11,7 +11,6 @@ from horo.errors import HoroError
 
 __all__ = ["Buckets"]
 
-_MESSAGE_MAX = lib.HORO_MESSAGE_MAX
 _OK = lib.HORO_OK
 _NULL, _submit, _finish = ffi.NULL, lib.horo_submit, lib.horo_finish  # looked up once, not per request
 _SIGNAL_CHECK_MS = 100

@@ -30,9 +30,8 @@ class StepCounter:
         self._work = work
         self._left: Work = (0, 0, 0, 0, 0)
         show_stack_on_signal()
-        here = next((len(ranks) for ranks in world.hosts if world.rank in ranks), 1)
         via = "shared memory" if len(world.hosts) == 1 else "TCP"
-        page.begin(size=world.size, cores=world.cores, ranks_here=here, via=via)
+        page.begin(size=world.size, cores=world.cores, ranks_here=len(world.host_ranks), via=via)
         self._meter = StepMeter(self, page)
         register_optimizer_step_post_hook(self._end_step)
 

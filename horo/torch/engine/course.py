@@ -45,7 +45,7 @@ class Course:
         if job.reporter.has_reader:
             show_stack_on_signal()
         self.meter = StepMeter(job.context, Page(read_variables(LaunchVariables, environment()).counts_fd))
-        self.meter.page.begin(size=job.size, cores=job.cores, ranks_here=self._ranks_here(), via=self._via())
+        self.meter.page.begin(size=job.size, cores=job.cores, ranks_here=len(job.host_ranks), via=self._via())
         self.find_unused: Callable[[], list[str]] = list
         """The names of the parameters that had no gradient on this rank in the last step."""
         self._hook: Any = None
@@ -78,16 +78,13 @@ class Course:
                 "within": int(job.context.step[0]),
                 "size": job.size,
                 "cores": job.cores,
-                "ranks_here": self._ranks_here(),
+                "ranks_here": len(job.host_ranks),
                 "on_cpu": int(sums["gpu_peak"] == 0),
                 "via": self._via(),
                 "unused": [_short(name) for name in self.find_unused()[:_UNUSED_MAX]],
             }
         )
         self.meter.page.close()
-
-    def _ranks_here(self) -> int:
-        return next((len(ranks) for ranks in self._job.hosts if self._job.rank in ranks), 1)
 
     def _via(self) -> str:
         job = self._job
