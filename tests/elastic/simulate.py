@@ -279,7 +279,9 @@ class Simulation:
             assert not is_reached or self.is_broken(process.generation) is not None, f"{process} is killed at work"
         if isinstance(action, Dismiss) and action.why.startswith("its place is for"):
             kept = self.state.kept
-            assert kept.get(process.slot) != max(kept.values()), f"{process} is to go on from the latest commit, and ends"
+            assert kept.get(process.slot) != max(kept.values()), (
+                f"{process} is to go on from the latest commit, and ends"
+            )
 
     def is_usable(self, slot: Slot) -> bool:
         """Whether the driver may have workers there."""
