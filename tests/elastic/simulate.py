@@ -491,8 +491,8 @@ class Simulation:
         if alive:
             process = self.random.choice(alive)
             with_it = [each for each in alive if each.generation == process.generation and not each.is_hung]
-            if self.is_lossy:  # the driver may not know that one is done
-                with_it = [each for each in with_it if each.mode != "done"]
+            if self.is_lossy and self.ends_well:  # who has seen one hang may be gone, and the message lost
+                with_it = [process]
             # Where all hang, outside of horo, nobody can know.
             if self.random.random() < 0.3 and process.mode in ("forming", "working") and with_it != [process]:
                 process.is_hung = True
