@@ -66,6 +66,9 @@ struct hr_on_gpu {
     _Atomic int is_busy; /* something that was launched may still run, or a communicator has not come to its end */
 };
 
+/* nccl.c. The driver: something may run on the GPU from now on. */
+void hr_gpu_become_busy(struct hr_engine *engine);
+
 /* nccl_order.c */
 extern const struct hr_backend_ops hr_nccl_ops;
 void hr_nccl_drop_marks(struct hr_nccl_in_flight *in_flight);

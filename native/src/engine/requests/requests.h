@@ -7,7 +7,7 @@
 
 #include <pthread.h>
 
-#include "base/meter.h"
+#include "base/clock.h"
 #include "engine/drive/drive.h"
 #include "engine/requests/port.h"
 
