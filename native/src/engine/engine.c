@@ -303,7 +303,7 @@ void hr_engine_fini(struct hr_engine *engine) {
 
 hr_status hr_engine_submit(struct hr_engine *engine, const horo_request *call, int64_t *handle,
                            struct hr_error *error) {
-    if (hr_op_is_of_teams(call->op) || hr_op_is_of_pairs(call->op) || call->op == HORO_JOIN) {
+    if (hr_op_is(call->op, HR_OP_OF_TEAMS) || hr_op_is(call->op, HR_OP_OF_PAIRS) || call->op == HORO_JOIN) {
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "operation number %d has a function of its own", call->op);
     }
     if (call->name != NULL && strcmp(call->name, HR_JOIN_NAME) == 0) {
