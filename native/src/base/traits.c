@@ -12,10 +12,12 @@ enum {
     CHANGES_TEAMS = HR_OP_WITH_TENSORS | HR_OP_OF_TEAMS | HR_OP_BEGUN_AHEAD,
 };
 
-static const struct {
+struct operation {
     const char *name;
     int traits;
-} operations[HORO_ANY_OP_COUNT] = {
+};
+
+static const struct operation operations[HORO_ANY_OP_COUNT] = {
     [HORO_ALLREDUCE] = {"allreduce", MOVES_AHEAD | HR_OP_REDUCTION},
     [HORO_ALLGATHER] = {"allgather", MOVES | HR_OP_TELLING_ROWS},
     [HORO_BROADCAST] = {"broadcast", MOVES_AHEAD | HR_OP_ROOTED},

@@ -8,7 +8,7 @@
 
 /* ---- Operations ---- */
 
-/* What an operation is, as bits; traits.c has them of each. */
+/* Traits of operations, as bits; traits.c has those of each. */
 enum hr_op_trait {
     HR_OP_REDUCTION = 1 << 0, /* it combines values, so that it has a reduction, factors, and dtypes to travel as */
     HR_OP_ROOTED = 1 << 1,    /* one rank gives to all, or gets of all */
@@ -21,7 +21,7 @@ enum hr_op_trait {
     HR_OP_MOVING_DATA = 1 << 5,
     HR_OP_BEGUN_AHEAD = 1 << 6, /* before it is agreed on: not without data, or with sizes of other ranks */
     HR_OP_OF_TEAMS = 1 << 7,    /* it changes which teams there are */
-    HR_OP_LAST = 1 << 8,        /* who submits it has nothing more to submit until all have done so */
+    HR_OP_LAST = 1 << 8,        /* a rank that submits it has nothing more to submit until all have done so */
     HR_OP_OF_PAIRS = 1 << 9,    /* between two ranks alone, outside all agreement */
 };
 /* Whether it has this trait; no operation that is unknown has any. */

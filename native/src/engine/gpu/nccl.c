@@ -24,6 +24,8 @@ enum {
 
 _Static_assert(HORO_NCCL_ID_BYTES == sizeof(struct hr_nccl_id), "of NCCL");
 
+static const struct hr_part_ops PART;
+
 static void wait_a_moment(void) {
     const struct timespec moment = {.tv_nsec = MOMENT_NS}; /* nothing tells of what is waited for here */
     (void)nanosleep(&moment, NULL);
@@ -86,6 +88,7 @@ int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_
     }
     (void)pthread_mutex_lock(&engine->staging_lock);
     const int may_use = atomic_load(&engine->stager) != NULL && atomic_load(&engine->on_gpu) == NULL;
+    made->part = &PART;
     const int status =
         may_use ? open_nccl(engine, made, paths, path_count, device, found, error)
                 : hr_fail(error, HORO_ERR_USAGE, "NCCL: horo_use_cuda comes once before it, and nothing behind it");
@@ -315,15 +318,6 @@ static int needs(const struct hr_part *part) {
 }
 
 static const struct hr_part_ops PART = {.rank = HR_PART_GPU, .turn = turn, .needs = needs, .end = end};
-
-void hr_gpu_become_busy(struct hr_engine *engine) {
-    if (engine->gpu.ops == NULL) {
-        hr_drive_lock(&engine->drive);
-        hr_drive_add(&engine->drive, &engine->gpu, &PART, engine);
-        hr_drive_unlock(&engine->drive);
-    }
-    atomic_store(&atomic_load(&engine->on_gpu)->is_busy, 1);
-}
 
 void hr_gpu_detach(struct hr_engine *engine, const struct hr_lane *lane) {
     struct hr_gpu_team *team = (struct hr_gpu_team *)atomic_load(&lane->on_gpu);

@@ -32,6 +32,16 @@ static struct hr_on_gpu *gpu_of(const struct hr_gpu_team *team) {
     return atomic_load(&team->engine->on_gpu);
 }
 
+void hr_gpu_become_busy(struct hr_engine *engine) {
+    struct hr_on_gpu *gpu = atomic_load(&engine->on_gpu);
+    if (engine->gpu.ops == NULL) {
+        hr_drive_lock(&engine->drive);
+        hr_drive_add(&engine->drive, &engine->gpu, gpu->part, engine);
+        hr_drive_unlock(&engine->drive);
+    }
+    atomic_store(&gpu->is_busy, 1);
+}
+
 /* ---- The order ---- */
 
 /* Equal numbers go by the number of the team. */

@@ -175,7 +175,8 @@ int hr_leave_has_failed(const struct hr_engine *engine) {
 
 static int begin_ending(struct hr_engine *engine) {
     hr_end_note(engine->node);
-    const int failed = hr_leave_has_failed(engine); /* one answer for all parts: another rank may tell of a loss meanwhile */
+    /* one answer for all parts: another rank may tell of a loss meanwhile */
+    const int failed = hr_leave_has_failed(engine);
     for (struct hr_part *part = engine->drive.parts; part != NULL; part = part->next) {
         if (part->ops->end != NULL) {
             part->ops->end(part, failed);
