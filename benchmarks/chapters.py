@@ -13,7 +13,7 @@ from measured import Document, Row, grouped, median_of, ratio_of, states_of, val
 from pictures import Curve
 from sizes import ALLREDUCE, OPERATIONS, Operation, Rates
 
-STATE_TEXTS = {"": "", "sharing": ", shared cache", "apart": ", separate caches"}
+STATE_TEXTS = {"": ", all rounds", "sharing": "", "apart": ", separate caches"}
 # Columns of a table that say nothing to a reader of the page.
 HIDDEN = {"case", "operation", "idle_cpu_percent", "name", "count", "calls", "wrong", "algbw", "ratio", "iterations"}
 HIDDEN |= {"call_min_us", "call_median_us"}

@@ -65,15 +65,14 @@ def init(
     another rank has called ``shutdown()`` or is lost, begins a new one. ``shutdown()`` happens at exit.
 
     Args:
-        comm: The processes that form the job. None: all that were started. A list of their ranks: those, numbered by
-            their place in the list; only they call ``init``, with the same list. A communicator of mpi4py: its ranks,
-            whoever started them.
+        comm: The processes that form the job. None: all that were started. A list of their ranks: those, in this order;
+            only they call ``init``, with the same list. A communicator of mpi4py: its ranks.
         process_sets: Sets of ranks to register at once, as by ``add_process_set``: a list of ``ProcessSet`` or of lists
             of ranks, the same on all ranks. Horovod's ``"dynamic"`` means None, since sets may always be added.
         device: The GPU for ``gpu_operations="nccl"``: ``"cuda:1"``, or its number. None: ``cuda:local_rank`` if this
             process sees several GPUs, and ``cuda:0`` if it sees one.
-        settings: Settings by their names, such as ``cycle_time_ms=1``, which win over the environment. The reference of
-            the environment lists them. None: as if it were not given.
+        settings: Settings by their names, such as ``cycle_time_ms=1``, which win over the environment. None: as if it
+            were not given.
 
     Raises:
         UsageError: The launcher's environment is incomplete, or contradicts MPI. An argument or a setting does not fit,

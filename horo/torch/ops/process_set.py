@@ -220,8 +220,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
     other ranks come: another call with its ranks then returns it.
 
     A rank that leaves the job, by ``shutdown()`` or at the end of its script, ends the operations of all sets. One that
-    the members of a set have begun goes on as long as it moves. If it is agreed on at that very moment, it may succeed
-    on some members and raise ``AbortedError`` on others.
+    is agreed on at that very moment may succeed on some members and raise ``AbortedError`` on others.
 
     Args:
         process_set: A set that is not registered, or the ranks of its members, or a communicator, see ``ProcessSet``.
