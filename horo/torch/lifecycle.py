@@ -180,12 +180,11 @@ def config() -> Settings:
     """The settings that are in force in this job, and where each comes from. Returns at once.
 
     Returns:
-        A mapping from names to values. The names are those of the arguments of ``init()``; only ``horovod`` is no
-        argument: ``hororun --horovod`` sets it. Printed, it is a table with the sources;
-        ``config().source(name)`` is one of them: ``"init()"``, the name of an environment variable,
-        ``"hororun --OPTION"``, ``"file NAME"`` for a file of ``hororun --config-file``, ``"default"``, or
-        ``"autotune"``: it has another value in force than the job began with. The mapping itself does not change later;
-        the next call returns what is in force then.
+        A mapping from names to values. The names are those of the arguments of ``init()``; ``horovod`` is set by
+        ``hororun --horovod`` only. Printed, it is a table with the sources; ``config().source(name)`` is one of them:
+        ``"init()"``, the name of an environment variable, ``"hororun --OPTION"``, ``"file NAME"`` for a file of
+        ``hororun --config-file``, ``"default"``, or ``"autotune"``: it has another value in force than the job began
+        with.
 
     Raises:
         NotInitializedError: Before ``init()``.
@@ -205,10 +204,9 @@ def config() -> Settings:
 def stats() -> Stats:
     """The parts of the time of this rank's steps since ``init()``: of the last one, and of all. Returns at once.
 
-    It asks no other rank, so any rank may call it at any time, also before the first step, when all numbers are 0. A
-    step is from the end of one ``step()`` of a ``DistributedOptimizer`` to the end of the next; the first one is not
-    measured. Of several optimizers that take turns, one
-    counts them.
+    Any rank may call it at any time; before the first step all numbers are 0. A step is from the end of one ``step()``
+    of a ``DistributedOptimizer`` to the end of the next; the first one is not measured. Of several optimizers that take
+    turns, one counts them.
 
     Returns:
         An object with ``steps``, ``last`` and ``total`` (each has ``steps``, ``seconds``, ``computing``, ``waiting``
