@@ -57,7 +57,7 @@ class TorchStore:
                 raise StoreAbandonedError(bytes(self._call("get", unless)))
             if not keys:
                 return []
-            if any([call() for call in self.meanwhile]):
+            if sum(call() for call in self.meanwhile):
                 pause_s = _LOOK_FIRST_S
             left_s = deadline - time.monotonic()
             if left_s <= 0:
