@@ -119,8 +119,7 @@ def parse(
     check_combinations(line.given, command)
     if given.check_build:
         return None
-    if given.bench:
-        command = _bench(given, command)
+    command = _bench(given, command) if given.bench else command
     if given.attach:
         return Job(size=0, command=(), attach=given.attach, stacks=given.stacks)
     _check_words(given, command)
