@@ -16,8 +16,9 @@ from sizes import ALLREDUCE, OPERATIONS, Operation, Rates
 STATE_TEXTS = {"": "", "sharing": ", shared cache", "apart": ", separate caches"}
 # Columns of a table that say nothing to a reader of the page.
 HIDDEN = {"case", "operation", "idle_cpu_percent", "name", "count", "calls", "wrong", "algbw", "ratio", "iterations"}
-HIDDEN |= {"call_min_us", "messages_most", "frame_share"}
+HIDDEN |= {"call_min_us", "call_median_us"}
 SIZES_MAX = 7
+SMALL_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -101,10 +102,14 @@ def size_table(rows: Sequence[Row], state: str, operation: Operation = ALLREDUCE
 
 
 def sizes_shown(rows: Sequence[Row]) -> dict[int, list[Row]]:
-    """Rows by size; of many sizes every second one, which are powers of 16 where powers of 4 were measured."""
+    """Rows by size; of many sizes every second one, which are powers of 16 where powers of 4 were measured.
+
+    Of sizes below ``SMALL_BYTES``, whose times hardly differ, only the least.
+    """
     by_size = {int(size): found for (size,), found in grouped(rows, "bytes").items()}
     step = 1 if len(by_size) <= SIZES_MAX else 2
-    return dict(list(by_size.items())[::step])
+    shown = list(by_size.items())[::step]
+    return dict(shown[:1] + [item for item in shown[1:] if item[0] >= SMALL_BYTES])
 
 
 def sizes_ahead(rows: Sequence[Row], state: str, what: str) -> list[str]:
@@ -145,9 +150,9 @@ def collectives(document: Document, folder: Path) -> Chapter:
 # ---- training step ---------------------------------------------------------------------------------------------------
 
 CEILINGS = {
-    "ceiling": "efficiency",
-    "ceiling, memory kept": "of the ceiling with memory kept",
-    "ceiling, memory kept, in step": "of that one in step",
+    "ceiling": "efficiency, %",
+    "ceiling, memory kept": "of the ceiling with memory kept, %",
+    "ceiling, memory kept, in step": "of that one in step, %",
 }
 
 
@@ -162,11 +167,11 @@ def training_step(document: Document, folder: Path) -> Chapter:
             shares = {ceiling["contestant"]: 100 * ratio_of(ceiling, row, "") for ceiling in ceilings}
             if "ceiling" in shares and row["contestant"] != "ceiling":
                 groups.setdefault(str(model), {})[row["contestant"]] = shares["ceiling"]
-            median, low, high = median_of(row, ""), min(row["rounds_us"]), max(row["rounds_us"])
-            step = f"{report.time_text(median)} ({report.time_text(low)} to {report.time_text(high)})"
+            times = (median_of(row, ""), min(row["rounds_us"]), max(row["rounds_us"]))
+            step = "{} ({} to {})".format(*(report.three_digits(micros / 1e3) for micros in times))
             cells = [str(model), row["contestant"], step]
-            cells += [f"{shares[name]:.1f} %" if name in shares else "" for name in CEILINGS]
-            table.append([*cells, f"{row['cpu_us'] / 1e3:.0f} ms", f"{row['switches']:.0f}"])
+            cells += [f"{shares[name]:.1f}" if name in shares else "" for name in CEILINGS]
+            table.append([*cells, f"{row['cpu_us'] / 1e3:.0f}", f"{row['switches']:.0f}"])
         horo, best = horo_of(found), best_peer(found, "")
         if horo and best and (ratio := ratio_of(best, horo, "")) < 1:
             what = f"* training step, {model}{document.where}"
@@ -176,7 +181,7 @@ def training_step(document: Document, folder: Path) -> Chapter:
         title = "scaling efficiency: step without communication / step"
         pictures.draw_bars(folder / f"{document.name}.svg", groups, y="%", title=title, full=100)
         lines += [picture(folder, document.name, "Scaling efficiency by model"), ""]
-    titles = ["model", "", "step (fastest to slowest)", *CEILINGS.values(), "CPU, all ranks", "context switches"]
+    titles = ["model", "", "step, ms (fastest to slowest)", *CEILINGS.values(), "CPU, ms", "context switches"]
     return Chapter([*lines, *markdown_table(titles, table)], ahead)
 
 
@@ -231,7 +236,30 @@ def negotiation(document: Document, folder: Path) -> Chapter:
             title = f"agreement on one known tensor: {y}"
             pictures.draw_curves(folder / f"{name}.svg", curves, x="ranks", y=y, title=title)
             lines += [picture(folder, name, title), ""]
-    return Chapter([*lines, *plain_table([row for row in document.rows if row["kind"] == "cached"])])
+    return Chapter([*lines, *agreement_table([row for row in document.rows if row["kind"] == "cached"])])
+
+
+def agreement_table(rows: Sequence[Row]) -> list[str]:
+    """One row per layout, with a column for each number of tensors if the value depends on it."""
+    counts = [count for (count,) in grouped(rows, "tensors")]
+    by_count = {
+        "messages": "messages",
+        "wire_bytes": "bytes",
+        "latency_us": "time",
+        "cpu_us_per_rank": "CPU us",
+    }
+    titles = [f"{title}, {count}" for title in by_count.values() for count in counts]
+    table = []
+    for (hosts, ranks), found in grouped(rows, "hosts", "ranks").items():
+        of_count = {row["tensors"]: row for row in found}
+        cells = [cell_of(key, of_count[count][key]) for key in by_count for count in counts]
+        first = found[0]
+        hops = f"{first['hops']}" + (f", not {first['hops_bound']}" if first["hops"] != first["hops_bound"] else "")
+        memory = [cell_of(key, first[key]) for key in ("memory_idle_bytes", "memory_used_bytes", "descriptors")]
+        table.append([str(hosts), str(ranks), hops, *cells, *memory])
+    remark = f"For {' and '.join(map(str, counts))} tensors in a step; CPU per rank; hops for one, the least possible."
+    titles = ["hosts", "ranks", "hops", *titles, "memory idle", "memory used", "descriptors"]
+    return [remark, "", *markdown_table(titles, table)]
 
 
 def growth_points(rows: Sequence[Row], column: str) -> dict[float, list[tuple[float, float]]]:
@@ -241,6 +269,43 @@ def growth_points(rows: Sequence[Row], column: str) -> dict[float, list[tuple[fl
         if row[column]:
             found.setdefault(row["ranks"] / row["hosts"], []).append((row["ranks"], row[column]))
     return {key: sorted(points) for key, points in found.items()}
+
+
+# ---- links between hosts, and memory ---------------------------------------------------------------------------------
+
+
+def two_hosts(document: Document, folder: Path) -> Chapter:
+    """How much of the link's rate the data has."""
+    del folder
+    names = [name for (name,) in grouped(document.rows, "contestant")]
+    table = []
+    for (hosts, per_host, rate, size), found in grouped(document.rows, "hosts", "per_host", "rate", "bytes").items():
+        shares = {
+            row["contestant"]: report.three_digits(row["data_share"]) if row["right"] else "wrong" for row in found
+        }
+        place = [str(hosts), str(per_host), str(rate), report.size_text(size)]
+        table.append([*place, *(shares.get(name, "") for name in names)])
+    remark = "Bytes that each host must send, over the time of a sum and the rate of the link."
+    titles = ["hosts", "ranks per host", "rate", "tensor", *names]
+    return Chapter(["## Two hosts", "", remark, "", *markdown_table(titles, table)])
+
+
+def footprint(document: Document, folder: Path) -> Chapter:
+    """Memory by what a job does, side by side for its places."""
+    del folder
+    places = [place for (place,) in grouped(document.rows, "place")]
+    table = []
+    for (what, in_flight, allowed), found in grouped(document.rows, "what", "in_flight_bytes", "allowed_bytes").items():
+        extra = {row["place"]: mebibytes(row["extra_bytes"]) for row in found}
+        texts = [mebibytes(in_flight), *(extra.get(place, "") for place in places), mebibytes(allowed)]
+        table.append([str(what), *texts])
+    remark = f"MiB per rank beside the tensors; {document.rows[0]['ranks']} ranks."
+    titles = ["what", "in flight", *places, "allowed"]
+    return Chapter(["## Footprint", "", remark, "", *markdown_table(titles, table)])
+
+
+def mebibytes(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 20):.3g}"
 
 
 # ---- everything else -------------------------------------------------------------------------------------------------
@@ -300,4 +365,6 @@ MAKERS: dict[str, Callable[[Document, Path], Chapter]] = {
     "training_step": training_step,
     "distributed_step": distributed_step,
     "negotiation": negotiation,
+    "two_hosts": two_hosts,
+    "footprint": footprint,
 }

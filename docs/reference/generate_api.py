@@ -32,7 +32,10 @@ lists the differences from Horovod's functions of the same names. Entries do not
 * `name=` connects the calls of all ranks and is equal on all. Calls without a name are connected in the order in which
   each rank makes them, for each kind of operation. A name can be in use once at a time.
 * `process_set=` names the ranks that take part; others do not call the function.
-* Of a grouped, asynchronous (`_async`) or in-place (`_`) form only what differs from the plain function is listed.
+* `root_rank=` is the rank whose values all get, by its number in the job also in a process set; it is equal on all.
+* Grouped forms do one operation, with one name, on at least one tensor: equally many on all ranks, of any dtypes.
+  In-place forms (`_`) return their argument, which autograd must not have computed. The handle of an asynchronous form
+  (`_async`) gives what the plain form returns, or a tuple of that if it is grouped.
 * A call that needs a job raises `NotInitializedError` before `init()`. A call in which other ranks take part raises
   `GroupError` (alias `HorovodInternalError`) if one of them is lost or has shut down.
 """
@@ -40,10 +43,18 @@ lists the differences from Horovod's functions of the same names. Entries do not
 COMMON = {
     "name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.",
     "process_set: The ranks that take part; others do not call it.",
+    "root_rank: The rank whose values all get, by its number in the job also in a process set; equal on all ranks.",
     "NotInitializedError: Before `init()`.",
     "GroupError: A rank is lost or has shut down.",
+    "UsageError: `tensor` is no tensor, or another argument is wrong.",
+    "UsageError: `tensor` is no tensor or has no dimension.",
+    "UnsupportedError: Another device, layout or dtype.",
+    "UnsupportedError: Another device or layout.",
+    "MismatchError: Ranks gave other shapes, dtypes or options under one name.",
+    "MismatchError: Ranks gave other shapes, dtypes or roots under one name.",
+    "MismatchError: Ranks gave other dtypes or dimensions under one name.",
 }
-"""Entries of docstrings that ``HEAD`` has for the whole page."""
+"""Entries of docstrings that ``HEAD`` or the rules for operations have for the whole page."""
 
 SECTIONS = (
     ("Start, end, and who is who", ("horo.torch.lifecycle", "horo.torch.engine.topology")),
@@ -82,6 +93,8 @@ SECTIONS = (
 """Title, and the modules that define what it lists."""
 _MODULES = [module for _, modules in SECTIONS for module in modules]
 
+QUESTIONS = ("horo.torch.engine.topology", "horo.torch.horovod_names.info")
+"""Modules whose functions have no arguments and return at once; they are rows of one table."""
 INTERNAL = {"find_members", "team_in"}
 """Methods of public classes that only horo calls."""
 AT_ONCE = "Returns at once."
@@ -101,7 +114,10 @@ def page() -> str:
             parts.append("\n" + _markdown(_module_text("horo.torch.ops.allreduce")) + "\n" + _reductions(names))
             parts.append("\n**Gradients.** " + _markdown(_module_text("horo.torch.ops.autograd")) + "\n")
             names = [name for name in names if not isinstance(getattr(hvd, name), int)]
-        parts += [_entry(name) for name in sorted(names, key=_position)]
+        names.sort(key=_position)
+        asked = [name for name in names if _home(name) in QUESTIONS]
+        parts += [_entry(name) for name in names if name not in asked and not _form_of(name)]
+        parts += _questions(asked)
     left -= {name for name in left if _home(name) == "horo.errors"}
     if left:
         raise SystemExit(f"{sorted(left)}: their modules belong to no section; add them to SECTIONS")
@@ -158,13 +174,26 @@ def _entry(name: str) -> str:
     return f"\n### {name}\n\n{_beside_constant(_home(name), name)}\n"
 
 
+def _questions(names: list[str]) -> list[str]:
+    """A table of functions that return at once, with no arguments."""
+    rows = []
+    for name in names:
+        text = _markdown((inspect.getdoc(getattr(hvd, name)) or "").split("\n\nExample:")[0])
+        text = text.replace(AT_ONCE, "").replace("Raises:\n\n* ", "Raises ")
+        rows.append(f"| `{name}()` | {' '.join(text.split())} |\n")
+    return ["\nThese return at once:\n\n| call | result |\n|---|---|\n", *rows] if rows else []
+
+
 def _function(function: Callable[..., Any]) -> str:
     said = inspect.getdoc(function) or ""
     says_when = re.search(r"\b([Bb]locks?|returns? at once)\b", said, re.IGNORECASE)
-    base = _form_of(function.__name__)
-    if base:  # its example is nearly that of the other function; ``help()`` has it
-        said = said.split("\n\nExample:")[0]
-    return f"{_signature(function, base)}\n{_markdown(said)}\n" + ("" if says_when else f"\n{AT_ONCE}\n")
+    forms = sorted((name for name in hvd.__all__ if _form_of(name) is function), key=_position)
+    shapes = "\n".join(_signature(getattr(hvd, name), function) for name in forms)
+    return (
+        f"```python\n{_signature(function, None)}\n```\n\n{_markdown(said)}\n"
+        + ("" if says_when else f"\n{AT_ONCE}\n")
+        + (f"\nForms:\n\n```python\n{shapes}\n```\n" if forms else "")
+    )
 
 
 def _form_of(name: str) -> Callable[..., Any] | None:
@@ -199,7 +228,7 @@ def _signature(function: Callable[..., Any], base: Callable[..., Any] | None) ->
     if len(line) > COLUMNS_MAX:
         lines = [", ".join(arguments)] if base else arguments
         line = f"{tree.name}(\n" + "".join(f"    {text},\n" for text in lines) + f"){returns}"
-    return f"```python\n{line}\n```\n"
+    return line
 
 
 def _tree(function: Callable[..., Any]) -> ast.FunctionDef:
@@ -262,14 +291,16 @@ def _section(title: str, body: str) -> list[str]:
 
 
 def _errors() -> str:
-    tree = (inspect.getdoc(horo.errors) or "").split("\n\n", 1)[1]
     public = [name for name in horo.errors.__all__ if inspect.isclass(getattr(horo.errors, name))]
     classes = sorted({getattr(horo.errors, name) for name in public}, key=lambda c: inspect.getsourcelines(c)[1])
-    rows = [f"| `{cls.__name__}` | {_inline(inspect.getdoc(cls) or '')} |\n" for cls in classes]
+    rows = []
+    for cls in classes:
+        bases = ", ".join(f"`{base.__name__}`" for base in cls.__bases__)
+        rows.append(f"| `{cls.__name__}` | {bases} | {_inline(inspect.getdoc(cls) or '')} |\n")
     return (
         "\n## Errors\n\n`HorovodInternalError`, which scripts catch to begin anew, is `GroupError`. "
         "All classes are in `horo.errors`, and `horo.torch` has them too.\n\n"
-        f"```\n{tree}\n```\n\n| class | when |\n|---|---|\n{''.join(rows)}"
+        f"| class | is a | when |\n|---|---|---|\n{''.join(rows)}"
     )
 
 

@@ -40,6 +40,7 @@ from horo.bootstrap.store.protocol import Store, prefixed
 from horo.bootstrap.store.served import ServedStore
 from horo.bootstrap.store.signed import OpenStore, signed
 from horo.bootstrap.timeline_file import begin_timeline
+from horo.bootstrap.torch_rounds import in_round
 from horo.bootstrap.tuned_values import check_log, first_values, search_of, slot_bytes, sockets_to_open
 from horo.config.ignored import misspelt, passed_over
 from horo.config.settings import settings_of
@@ -160,13 +161,18 @@ def connect(
     """
     if launch.size == 1:
         return _alone(launch, config)
+    if launch.torch_master is not None:
+        opened = open_torch_store(launch.torch_master, launch.started_rank, config.start_timeout_s)
+        launch, torch_store = in_round(launch, opened[0], config.start_timeout_s), opened
     open_rendezvous = partial(_open_rendezvous, launch, config, epoch, leftovers)
     store, secret, address = _open_store(launch, config, epoch, open_rendezvous, torch_store)
     try:
         with open_rendezvous(store=store) as rendezvous:
             if isinstance(store, ServedStore):
                 store.check_room()  # here, where the other ranks get the error, too
-            elif torch_store is not None and (missing := make_room(2 * launch.size + 2)):
+            elif (
+                launch.torch_master is None and torch_store is not None and (missing := make_room(2 * launch.size + 2))
+            ):
                 raise ResourceError(f"a group of {launch.size} ranks needs {missing}")
             return _join(_Start(launch, config, epoch, rendezvous, address, partial(_forget, store, leftovers)), secret)
     finally:
@@ -203,8 +209,6 @@ def _open_store(
     torch_store: tuple[OpenStore, str | None] | None,
 ) -> tuple[Store, bytes, str | None]:
     """The store, the secret of this start, and the address from which the store is reached."""
-    if launch.torch_master is not None:
-        torch_store = open_torch_store(launch.torch_master, launch.started_rank, config.start_timeout_s)
     if torch_store is not None:
         store, address = torch_store
         with open_rendezvous(store=signed(store, launch.secret), part="nonces/") as rendezvous:

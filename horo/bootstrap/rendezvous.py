@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from horo.bootstrap.store.protocol import Store, StoreAbandonedError, StoreTimeoutError
 from horo.errors import AbortedError, HoroError, MismatchError, PeerLostError, TimeoutError, UsageError
 
-__all__ = ["Rendezvous", "error_of_peer", "kind_and_reason", "list_ranks", "rank_is_missing"]
+__all__ = ["PROGRESS", "Rendezvous", "error_of_peer", "kind_and_reason", "list_ranks", "rank_is_missing"]
 
 _WARNING_INTERVAL_S = 10.0
 _FAILED = "failed"
 _READY = "ready"
 _ENTERED = "entered"
-_PROGRESS = "progress count"
+PROGRESS = "progress count"
+"""Key of the number of values that ranks have published in a rendezvous."""
 _SHOWN_MAX = 8
 _ERRORS_OF_ALL_RANKS: dict[str, type[HoroError]] = {error.__name__: error for error in (MismatchError, PeerLostError)}
 
@@ -55,7 +56,7 @@ class Rendezvous:
             UsageError: another process has this rank as well.
         """
         key = f"{_ENTERED} count/{self.rank}"  # a counter is no value that others could read, see store.signed
-        self.leftovers += [key, _PROGRESS] if self.rank == 0 else [key]
+        self.leftovers += [key, PROGRESS] if self.rank == 0 else [key]
         if self._store.add(key, 1) > 1:
             raise UsageError(f"{self.name(self.rank)} was started twice: two processes of this job have this rank")
         died = f"{PeerLostError.__name__}\n{self.name(self.rank)} died while init() was running"
@@ -67,7 +68,7 @@ class Rendezvous:
         key = f"{topic}/{self.rank}"
         self.leftovers.append(key)
         self._store.set(key, value)
-        self._store.add(_PROGRESS, 1)
+        self._store.add(PROGRESS, 1)
 
     def share(
         self,
@@ -139,7 +140,7 @@ class Rendezvous:
                 raise self._aborted(error) from None
             except StoreTimeoutError as error:
                 missing = error.missing
-            now, latest = time.monotonic(), self._store.add(_PROGRESS, 0)
+            now, latest = time.monotonic(), self._store.add(PROGRESS, 0)
             # A store without MACs can be made to count for ever: so progress counts once per rank at most.
             if latest > progress and waits <= self.size:
                 progress, waits, deadline = latest, waits + 1, max(deadline, now + self.timeout_s)
@@ -200,7 +201,7 @@ class Rendezvous:
         """Waits until all ranks have called ``finish``, then deletes the keys that this rank has published."""
         self.share(_READY, b"", lambda _: b"")
         # Another rank may still be waiting for the word of rank 0: what it reads is deleted with the leftovers.
-        kept = [f"{_READY}/{self.rank}", f"all {_READY}/{self.rank}", _PROGRESS]
+        kept = [f"{_READY}/{self.rank}", f"all {_READY}/{self.rank}", PROGRESS]
         self._store.delete([key for key in self.leftovers if key not in kept])
         self.leftovers = [key for key in self.leftovers if key in kept]
 

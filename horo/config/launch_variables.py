@@ -129,7 +129,7 @@ class TorchrunVariables:
     master_port: int | None = exact_variable("MASTER_PORT", int, "Port of torch's store.", low=1, high=65535)
     run_id: str | None = exact_variable("TORCHELASTIC_RUN_ID", str, "Name of the job; part of the names of its keys.")
     restart_count: int | None = exact_variable(
-        "TORCHELASTIC_RESTART_COUNT", int, "How often the job was restarted; part of the names of its keys.", low=0
+        "TORCHELASTIC_RESTART_COUNT", int, "How often this agent has restarted its ranks after a failure.", low=0
     )
     use_agent_store: bool | None = exact_variable(
         "TORCHELASTIC_USE_AGENT_STORE", bool, "1 or `True`: the agent hosts torch's store; otherwise rank 0 does."

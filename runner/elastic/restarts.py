@@ -83,10 +83,12 @@ class RestartTurn(Turn):
         """Ends workers that fill the job while the slot with the latest commit has none, such as on a host that was not
         found for a time."""
         state = self.state
+        youngest = [each for each in self.workers.values() if each.standing in (Standing.COMING, Standing.READY)]
+        if any(state.kept.get(each.slot) == latest for each in youngest):
+            return  # one that goes on from it is about to come
         is_open = any(
             state.kept.get(slot) == latest and free_time_s(state, slot) <= self._now_s for slot in open_slots(state)
         )
-        youngest = [each for each in self.workers.values() if each.standing in (Standing.COMING, Standing.READY)]
         while is_open and youngest and not free_slots(state):
             self._dismiss(youngest.pop(), f"its place is for one that goes on from commit {latest}")
 

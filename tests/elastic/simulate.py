@@ -129,14 +129,16 @@ class Simulation:
         self.leaves_s = float("inf")
         self.machines = Machines(self.random, self.later, self.tell, self.end_host, self.come_back)
         for _ in range(count):
-            self.machines.add(self.random.randint(1, self.limits.max_size) if count > 1 else self.limits.max_size)
+            most = self.limits.max_size
+            self.machines.add(self.random.randint(1, most) if count > 1 else most + self.random.choice([0, 0, 1, 60]))
         self.machines.is_calm = not self.faults
         self.state, actions = begin(self.limits, self.machines.found(), 0.0, seed=seed)
         self.due_s = deadline_s(self.state)
         self.do(actions)
+        first_s, last_s = self.random.choice([(0.0, 60.0), (9.0, 12.0)])
         for _ in range(self.faults):
             fault = self.fault if count == 1 else self.random.choice([self.fault, self.fault_of_host])
-            self.later(self.random.uniform(0, 60), fault)
+            self.later(self.random.uniform(first_s, last_s), fault)
         if self.faults and self.random.random() < 0.05:
             self.later(self.random.uniform(0, 60), self.leave_all)
 
@@ -275,6 +277,11 @@ class Simulation:
         if isinstance(action, Kill) and trains and not self.is_lossy and self.is_usable(process.slot):
             is_reached = not self.machines.all[process.slot.host].is_cut
             assert not is_reached or self.is_broken(process.generation) is not None, f"{process} is killed at work"
+        if isinstance(action, Dismiss) and action.why.startswith("its place is for"):
+            kept = self.state.kept
+            assert kept.get(process.slot) != max(kept.values()), (
+                f"{process} is to go on from the latest commit, and ends"
+            )
 
     def is_usable(self, slot: Slot) -> bool:
         """Whether the driver may have workers there."""
@@ -484,8 +491,8 @@ class Simulation:
         if alive:
             process = self.random.choice(alive)
             with_it = [each for each in alive if each.generation == process.generation and not each.is_hung]
-            if self.is_lossy:  # the driver may not know that one is done
-                with_it = [each for each in with_it if each.mode != "done"]
+            if self.is_lossy and self.ends_well:  # who has seen one hang may be gone, and the message lost
+                with_it = [process]
             # Where all hang, outside of horo, nobody can know.
             if self.random.random() < 0.3 and process.mode in ("forming", "working") and with_it != [process]:
                 process.is_hung = True

@@ -401,3 +401,12 @@ def test_others_make_room_for_the_slot_with_the_latest_commit_when_its_host_is_f
     made_room = driver.on(found(a=2, b=2), after_s=2.0)
     assert made_room == [Dismiss(5), Dismiss(4), StartWorker(6, Slot("a", 0), 2, 3, 4)]
     assert driver.on(Ended(5, False), Ended(4, False), Ready(6)) == [WriteSeats(2, (2, 6))]
+
+
+def test_nobody_makes_room_while_one_with_the_latest_commit_is_about_to_come() -> None:
+    driver = running(3, hosts={"h": 8})
+    driver.on(*(Committed(worker, 9, True) for worker in range(3)))
+    driver.on(killed(0), killed(3), killed(1), killed(5), killed(2))
+    assert {each.number: each.slot.number for each in driver.state.workers.values()} == {4: 3, 6: 4, 7: 2}
+    assert driver.on(Ready(4), after_s=9.0) == []
+    assert driver.on(Ready(6), Ready(7)) == [WriteSeats(2, (4, 6, 7))]

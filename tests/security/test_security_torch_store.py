@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import socket
 import threading
 import traceback
@@ -117,6 +118,13 @@ def test_a_secret_on_some_nodes_only_is_told_as_that(server: Any) -> None:
 Tamper = Callable[[str, bytes], bytes]
 
 
+def test_an_answer_that_names_no_round_is_refused(server: Any, tampering: Callable[[Tamper], None]) -> None:
+    tampering(lambda key, value: b"\x1b]0;" if re.search("rounds/[0-9a-f]{32}$", key) else value)
+    ends = join_all([{**environ, "HORO_START_TIMEOUT": "2"} for environ in environs(server)])
+    assert any("is no answer of rank 0: somebody else writes to it" in str(end) for end in ends), ends
+    assert all(isinstance(end, HoroError) and str(end).isprintable() for end in ends), ends
+
+
 @pytest.fixture
 def tampering() -> Iterator[Callable[[Tamper], None]]:
     """Puts what a function returns in place of each value that is written to the store."""
@@ -148,10 +156,10 @@ def test_values_of_an_earlier_job_with_the_same_name_and_secret_are_refused(
     """Somebody has kept what the ranks of the earlier job wrote, and now listens where rank 0 did then."""
     kept: dict[str, bytes] = {}
 
-    def keep(key: str, value: bytes) -> bytes:
-        return kept.setdefault(key, value)
+    def place(key: str) -> str:
+        return re.sub(r"[0-9a-f]{32}", "the round", key)
 
-    tampering(keep)
+    tampering(lambda key, value: kept.setdefault(place(key), value))
     for connection in join_all(environs(server)):
         assert isinstance(connection, Connection), connection
         close_setup(connection.setup)
@@ -159,7 +167,7 @@ def test_values_of_an_earlier_job_with_the_same_name_and_secret_are_refused(
     later = torch_distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with socket.create_server(("127.0.0.1", int(port))) as trap:
         trap.settimeout(0)
-        tampering(lambda key, value: kept.get(key, value) if replayed in key else value)
+        tampering(lambda key, value: kept.get(place(key), value) if replayed in key and "rounds/" not in key else value)
         ends = join_all(environs(later))
         assert all(isinstance(end, HoroError) for end in ends), ends
         assert any("was not written by a rank of this start" in str(end) for end in ends), ends

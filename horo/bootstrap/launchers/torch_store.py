@@ -12,7 +12,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -37,6 +37,8 @@ class TorchStore:
     def __init__(self, store: Any, where: str) -> None:
         self._store = store
         self._where = where
+        self.meanwhile: list[Callable[[], None]] = []
+        """Called at each look for keys that are not there yet."""
 
     @property
     def place(self) -> str:
@@ -55,6 +57,8 @@ class TorchStore:
                 raise StoreAbandonedError(bytes(self._call("get", unless)))
             if not keys:
                 return []
+            for call in self.meanwhile:
+                call()
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise StoreTimeoutError([key for key in keys if not self._has([key])] or list(keys))
@@ -63,6 +67,10 @@ class TorchStore:
 
     def get(self, key: str, timeout_s: float, unless: str | None = None) -> bytes:
         return self.get_many([key], timeout_s, unless)[0]
+
+    def look(self, key: str) -> bytes | None:
+        """The value of a key; None if there is none."""
+        return bytes(self._call("get", key)) if self._has([key]) else None
 
     def add(self, key: str, amount: int) -> int:
         return int(self._call("add", key, amount))

@@ -180,7 +180,7 @@ def _from_torchrun(torch: TorchrunVariables, host_name: str) -> Launch:
         torch.rank,
         torch.world_size,
         host_name,
-        job_id=f"{torch.run_id or 'none'}/{torch.restart_count or 0}",
+        job_id=torch.run_id or "none",
         local=_both(torch.local_rank, torch.local_world_size),
         node=torch.group_rank,
         torch_master=master,

@@ -127,7 +127,7 @@ def broadcast_optimizer_state(
 
     Args:
         optimizer: Any torch optimizer, wrapped or not, with the same parameter groups on all ranks.
-        root_rank: The rank whose state all get, by its number in the job also in a process set; equal on all ranks.
+        root_rank: The rank whose values all get, by its number in the job also in a process set; equal on all ranks.
         model: With it, parameters of its sparse embeddings get sparse zeros; nothing else needs it.
         process_set: The ranks that take part; others do not call it.
 

@@ -35,7 +35,7 @@ def broadcast_object(
 
     Args:
         obj: Any picklable object; ignored on other ranks.
-        root_rank: The rank whose object all get, by its number in the job also in a process set; equal on all ranks.
+        root_rank: The rank whose values all get, by its number in the job also in a process set; equal on all ranks.
         name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
         process_set: The ranks that take part; others do not call it.
 

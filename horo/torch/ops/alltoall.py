@@ -41,7 +41,8 @@ def alltoall(
 
     Returns:
         ``[rows for this rank, ...]``, new memory, same dtype: those from rank 0, then from rank 1 and so on. With
-        ``splits``, a pair of that and of how many rows came from each rank, int32 ``[size]``.
+        ``splits``, and from ``alltoall_async`` always, a pair of that and of the number of rows from each rank, int32
+        ``[size]``.
 
     Raises:
         UsageError: ``tensor`` is no tensor or has no dimension, or the splits do not fit it or the number of ranks.

@@ -42,11 +42,11 @@ def reducescatter(
         tensor: ``[rows, ...]`` on CPU or GPU, dense, of a dtype that ``allreduce`` takes; same shape and dtype on all
             ranks. The ranks get equally many rows in their order, the first ranks one more if there is a rest.
         name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
-        compression: The format in which the tensor is sent, e.g. ``Compression.bf16``.
+        compression: As for ``allreduce``.
         op: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``.
         process_set: The ranks that take part; others do not call it.
-        prescale_factor: Multiplied in before the reduction.
-        postscale_factor: Multiplied in after it.
+        prescale_factor: As for ``allreduce``.
+        postscale_factor: As for ``allreduce``.
 
     Returns:
         ``[rows of this rank, ...]``, new memory, same dtype. ``allgather`` of it is the result of ``allreduce``; so is
