@@ -165,6 +165,12 @@ def test_bad_calls_are_refused_where_they_are_made(rank: Rank) -> None:
             rank.broadcast(np.ones(3), 7)
         with pytest.raises(UsageError, match="a scalar has no first dimension"):
             rank.submit("allgather", "g", [np.array(3.0)])
+        for op, array, kind, text in (
+            (2, np.ones(4), UnsupportedError, "op Adasum is offered by allreduce only"),
+            (1, np.ones(()), UsageError, "a scalar has no first dimension to split along"),
+        ):
+            with pytest.raises(kind, match=f"reducescatter 's': {text}"):
+                rank.submit("reducescatter", "s", [array], outputs=[array], reduce_op=op)
         with pytest.raises(UnsupportedError, match="not offered for bool"):
             rank.allreduce(np.ones(3, np.bool_), op="average")
         for op, array, wire in (
