@@ -18,6 +18,8 @@ _ANY = {"ph": str, "pid": int, "tid": int}
 _KINDS: dict[str, dict[str, Any]] = {
     "M": {"name": str, "args": dict}, "B": {"name": str, "ts": _NUMBER}, "E": {"ts": _NUMBER},
     "X": {"name": str, "ts": _NUMBER, "dur": _NUMBER}, "i": {"name": str, "ts": _NUMBER, "s": str},
+    "s": {"name": str, "ts": _NUMBER, "cat": str, "id": int},
+    "f": {"name": str, "ts": _NUMBER, "cat": str, "id": int, "bp": str},
 }  # fmt: skip
 """By phase, what an event must have beside ``ph``, ``pid`` and ``tid``. All but M may have ``args``, and no more."""
 _METADATA = {
@@ -56,6 +58,7 @@ def check_events(text: bytes, *, is_ended: bool = True) -> list[dict[str, Any]]:
     assert times == sorted(times), "times fall"
     _check_names(events)
     open_rows = _check_nesting(events)
+    assert len(arrows_of(events)) == sum(event["ph"] in "sf" for event in events) / 2, "half an arrow"
     assert not (is_ended and open_rows), f"not ended: {open_rows}"
     return events
 
@@ -118,7 +121,15 @@ def _check_nesting(events: Sequence[dict[str, Any]]) -> dict[tuple[int, int], li
         elif event["ph"] == "E":
             assert stack, f"ends what has not begun: {event}"
             stack.pop()
+        elif event["ph"] in ("s", "f"):
+            assert stack, f"an arrow that is bound to nothing: {event}"
     return {row: stack for row, stack in stacks.items() if stack}
+
+
+def arrows_of(events: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
+    """From which process to which each arrow leads."""
+    begins = {event["id"]: event["pid"] for event in events if event["ph"] == "s"}
+    return [(begins[event["id"]], event["pid"]) for event in events if event["ph"] == "f"]
 
 
 def names_of_rows(events: Sequence[dict[str, Any]]) -> dict[int, str]:

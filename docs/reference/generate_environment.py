@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,8 @@ def _row(name: str, variable: Variable, is_setting: bool) -> str:
     places = dict.fromkeys(f"`{place}`" for each in variable.options for place in (each.name, each.key) if place)
     argument = f"`{name}`" if variable.is_argument else ""
     ways = f"{argument} | {'<br>'.join(places)}"
-    return f"| {names} | {ways} | {variable.allowed()} | {default} | {variable.meaning} |\n"
+    allowed = re.sub(r"^(an integer from|a number from|one of) ", "", variable.allowed())
+    return f"| {names} | {ways} | {allowed} | {default} | {variable.meaning} |\n"
 
 
 def _shown(value: object) -> str:

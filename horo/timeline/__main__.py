@@ -1,4 +1,4 @@
-"""The commands ``python -m horo.timeline FILE ...`` and ``python -m horo.timeline merge OUT FILE ...``."""
+"""The commands ``python -m horo.timeline FILE ...``, ``... merge OUT FILE ...`` and ``... summary FILE ...``."""
 
 from __future__ import annotations
 
@@ -9,43 +9,69 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from horo.runner.config import JobError
+from horo.runner.stdout import show
 from horo.runner.text import printable
-from horo.timeline.merging import merge
+from horo.timeline.merging import merge, together
 from horo.timeline.reading import TimelineError
 from horo.timeline.recording import finish, rows_of
 
-__all__ = ["main"]
+__all__ = ["main", "run"]
 
-_MERGE = "merge"
+_MERGE, _SUMMARY = "merge", "summary"
+_DESCRIPTIONS = {
+    "": "Makes timelines that their ranks have not ended, or shows what is in them so far.",
+    _MERGE: "Puts the timelines of several ranks into one file, by one clock.",
+    _SUMMARY: "Shows where the time of a step went and which rank was slow, as the card at the end of a job.",
+}
+_EPILOGS = {
+    "": "'python -m horo.timeline merge --help' describes how ranks' timelines become one; "
+    "'python -m horo.timeline summary FILE' shows where the time of a step went.",
+    _MERGE: None,
+    _SUMMARY: "It takes a rank as blocked from its last submission to its last result.",
+}
+_FILES = {
+    "": "of a rank each: HORO_TIMELINE='t-{rank}.json'",
+    _MERGE: "of a rank each: HORO_TIMELINE='t-{rank}.json'",
+    _SUMMARY: "the result of merge, or files of a rank each",
+}
 _INTERRUPTED = 130
 _MANY_BYTES = 1 << 24
 
 
 def main(words: Sequence[str]) -> int:
     """Runs the command line; returns its exit code."""
-    merges = words[:1] == [_MERGE]
+    command = words[0] if words[:1] in ([_MERGE], [_SUMMARY]) else ""
     parser = argparse.ArgumentParser(
-        prog=f"python -m horo.timeline{' merge' if merges else ''}",
-        description="Puts the timelines of several ranks into one file, by one clock."
-        if merges
-        else "Makes timelines that their ranks have not ended, or shows what is in them so far.",
-        epilog=None if merges else "'python -m horo.timeline merge --help' describes how ranks' timelines become one.",
+        prog=f"python -m horo.timeline {command}".rstrip(), description=_DESCRIPTIONS[command], epilog=_EPILOGS[command]
     )
-    if merges:
+    if command == _MERGE:
         parser.add_argument("out", metavar="OUT", help="the file to write")
-    parser.add_argument("files", metavar="FILE", nargs="+", help="of a rank each: HORO_TIMELINE='t-{rank}.json'")
-    given = parser.parse_args(words[1:] if merges else words)
+    parser.add_argument("files", metavar="FILE", nargs="+", help=_FILES[command])
+    given = parser.parse_args(words[1:] if command else words)
     try:
-        if not merges:
+        if not command:
             return max([_make_or_tell(path) for path in given.files])
-        for sentence in merge(given.out, given.files):
-            print(printable(sentence))
+        for sentence in merge(given.out, given.files) if command == _MERGE else _summary(given.files):
+            show(printable(sentence))
     except TimelineError as error:
         return _tell(str(error))
+    except JobError as error:  # of stdout; its reader may have seen enough, as ``| head`` has
+        return error.code if error.code == 128 + signal.SIGPIPE else _tell(str(error))
     except KeyboardInterrupt:
         _tell(f"interrupted; later: python -m horo.timeline {' '.join(words)}")
         return _INTERRUPTED
     return 0
+
+
+def _summary(paths: Sequence[str]) -> list[str]:
+    """The card of a job, from its timelines."""
+    from horo.runner.job.card import details, pace  # noqa: PLC0415 - the other commands do without
+    from horo.timeline.steps import steps_of  # noqa: PLC0415
+
+    timelines, remarks = together(paths)
+    facts = steps_of(timelines).facts
+    return [f"{paths[0] if len(paths) == 1 else 'timelines'}: {pace(facts)}", *details(facts), *remarks]
 
 
 def _tell(sentence: str) -> int:
@@ -55,7 +81,7 @@ def _tell(sentence: str) -> int:
 
 def _make_or_tell(path: str) -> int:
     try:
-        print(printable(_make(path)))
+        show(printable(_make(path)))
     except TimelineError as error:
         return _tell(str(error))
     return 0
@@ -80,7 +106,12 @@ def _interrupt(_number: int, _frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
+def run(words: Sequence[str]) -> int:
+    """The same as the command of a process of its own, which a signal interrupts."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+    return main(words)
+
+
 if __name__ == "__main__":
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, _interrupt)
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run(sys.argv[1:]))

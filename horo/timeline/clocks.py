@@ -13,12 +13,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from horo.timeline.reading import Batch, Timeline, batches_of
+from horo.timeline.operations import Batch, Key, batches_of
+from horo.timeline.reading import Timeline
 
 __all__ = ["Alignment", "align"]
 
 _WINDOW_US = 1e6
-_Key = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ def _nothing() -> _Together:
 
 def align(timelines: Sequence[Timeline]) -> dict[str, Alignment]:
     """The alignment of each clock to that of the first timeline."""
-    by_clock: dict[str, list[dict[_Key, Batch]]] = defaultdict(list)
+    by_clock: dict[str, list[dict[Key, Batch]]] = defaultdict(list)
     for timeline in timelines:
         by_clock[timeline.clock].append(batches_of(timeline))
     found = {timelines[0].clock: Alignment((0.0,), (0.0,), 0.0)}
-    aligned: dict[_Key, _Together] = defaultdict(_nothing)
+    aligned: dict[Key, _Together] = defaultdict(_nothing)
     _take_in(aligned, by_clock.pop(timelines[0].clock), found[timelines[0].clock])
     while by_clock:
         shared = {clock: _shared(aligned, batches) for clock, batches in by_clock.items()}
@@ -78,17 +78,15 @@ def align(timelines: Sequence[Timeline]) -> dict[str, Alignment]:
     return found
 
 
-def _take_in(aligned: dict[_Key, _Together], ranks: Sequence[Mapping[_Key, Batch]], alignment: Alignment) -> None:
+def _take_in(aligned: dict[Key, _Together], ranks: Sequence[Mapping[Key, Batch]], alignment: Alignment) -> None:
     for batches in ranks:
         for key, batch in batches.items():
             aligned[key].add(batch, alignment.at(batch.begun_us))
 
 
-def _shared(
-    aligned: Mapping[_Key, _Together], ranks: Sequence[Mapping[_Key, Batch]]
-) -> list[tuple[float, float, float]]:
+def _shared(aligned: Mapping[Key, _Together], ranks: Sequence[Mapping[Key, Batch]]) -> list[tuple[float, float, float]]:
     """The time on the new clock of each record that both sides have, with the least and the greatest offset."""
-    own: dict[_Key, _Together] = defaultdict(_nothing)
+    own: dict[Key, _Together] = defaultdict(_nothing)
     for batches in ranks:
         for key, batch in batches.items():
             if key in aligned:

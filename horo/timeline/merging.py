@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -11,10 +12,16 @@ from typing import Any
 
 from horo.own_file import open_own_file
 from horo.timeline.clocks import Alignment, align
-from horo.timeline.reading import Timeline, TimelineError, read_timeline
+from horo.timeline.reading import Timeline, TimelineError, ranks_of, read_merged, read_timeline
 from horo.timeline.recording import finish
+from horo.timeline.steps import BlockedTime, steps_of
 
-__all__ = ["merge"]
+__all__ = ["merge", "together"]
+
+_ARROW_MIN_US = 1000.0
+_NAMED_MAX = 3
+_ARROW_MIN = 0.05
+"""Of a step, for which a rank has waited; as the card names a rank."""
 
 
 def merge(out: str, paths: Sequence[str]) -> list[str]:
@@ -39,21 +46,69 @@ def merge(out: str, paths: Sequence[str]) -> list[str]:
     timelines = sorted((read_timeline(path) for path in paths), key=lambda timeline: timeline.rank)
     _check(timelines)
     alignments = align(timelines)
+    heads, timed = _merged(timelines, alignments)
+    arrows = list(_arrows(heads, timed))
+    shown = [*heads, *sorted([*timed, *arrows], key=_time_of)]
+    lines = ",\n".join(json.dumps(event, ensure_ascii=False) for event in shown)
+    try:
+        with os.fdopen(open_own_file(out), "wb") as file:
+            file.write(f"[\n{lines}\n]\n".encode(errors="backslashreplace"))  # a lone surrogate as JSON escapes it
+    except OSError as error:
+        raise TimelineError(f"{out}: cannot be written: {error.strerror}") from None
+    late = Counter(event["args"]["rank"] for event in arrows if event["ph"] == "s")
+    told = f"{out}: {_ranks(timelines)}, {len(timed)} events"
+    if late:
+        most = ", ".join(f"{number} for rank {rank}" for rank, number in late.most_common(_NAMED_MAX))
+        told += f", {len(arrows) // 2} arrows to ranks that waited: {most}"
+    remarks = [told, *_remarks(timelines, alignments)]
+    missing = timelines[0].size - len(timelines)
+    return [*remarks, f"{missing} of {timelines[0].size} ranks are not among the files"] if missing else remarks
+
+
+def together(paths: Sequence[str]) -> tuple[list[Timeline], list[str]]:
+    """The timelines of ranks on one clock, from a file of ``merge``, or from files of ranks as for ``merge``.
+
+    Returns:
+        The timelines, and sentences for the user on what is missing in them.
+
+    Raises:
+        TimelineError: a file is no timeline, or two do not belong together.
+    """
+    for path in paths:
+        finish(path, shows_now=True)
+    if len(paths) == 1 and (merged := read_merged(paths[0])):
+        return merged, [f"{paths[0]}: its end was not written"] if merged[0].is_torn else []
+    timelines = sorted((read_timeline(path) for path in paths), key=lambda timeline: timeline.rank)
+    _check(timelines)
+    alignments = align(timelines)
+    heads, timed = _merged(timelines, alignments)
+    return ranks_of([*heads, *timed], _about(heads), ""), list(_remarks(timelines, alignments))
+
+
+def _merged(
+    timelines: Sequence[Timeline], alignments: dict[str, Alignment]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The heads of all, and all events on one clock."""
     begin_us = min(each.began_us + alignments[each.clock].at(each.began_us) for each in timelines)
     heads = [head for timeline in timelines for head in _heads(timeline)]
     heads[0]["args"]["start_time_since_epoch_in_micros"] = int(
         timelines[0].began_epoch_us + begin_us - timelines[0].began_us
     )
     timed = [event for each in timelines for event in _timed(each, alignments[each.clock], begin_us)]
-    timed.sort(key=lambda event: float(event["ts"]))  # what is of one rank stays in its order
-    lines = ",\n".join(json.dumps(event, ensure_ascii=False) for event in (*heads, *timed))
-    try:
-        with os.fdopen(open_own_file(out), "wb") as file:
-            file.write(f"[\n{lines}\n]\n".encode(errors="backslashreplace"))  # a lone surrogate as JSON escapes it
-    except OSError as error:
-        raise TimelineError(f"{out}: cannot be written: {error.strerror}") from None
-    ranks = "1 rank" if len(timelines) == 1 else f"{len(timelines)} ranks"
-    return [f"{out}: {ranks}, {len(timed)} events", *_remarks(timelines, alignments)]
+    timed.sort(key=_time_of)  # what is of one rank stays in its order
+    return heads, timed
+
+
+def _ranks(timelines: Sequence[Timeline]) -> str:
+    return "1 rank" if len(timelines) == 1 else f"{len(timelines)} ranks"
+
+
+def _about(heads: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [head["args"] for head in heads if head["name"] == "process_name"]
+
+
+def _time_of(event: dict[str, Any]) -> float:
+    return float(event["ts"])
 
 
 def _keep_timeline(out: str) -> None:
@@ -81,7 +136,9 @@ def _heads(timeline: Timeline) -> Iterator[dict[str, Any]]:
     def metadata(name: str, row: int, member: str, value: str | int) -> dict[str, Any]:
         return {"name": name, "ph": "M", "pid": timeline.rank, "tid": row, "args": {member: value}}
 
-    yield metadata("process_name", 0, "name", f"rank {timeline.rank} on {timeline.host}")
+    head = metadata("process_name", 0, "name", f"rank {timeline.rank} on {timeline.host}")
+    head["args"] |= {"rank": timeline.rank, "size": timeline.size, "host": timeline.host}
+    yield head
     yield metadata("process_sort_index", 0, "sort_index", timeline.rank)
     yield metadata("thread_name", 0, "name", "marks")
     for event in timeline.events:
@@ -109,6 +166,24 @@ def _timed(timeline: Timeline, alignment: Alignment, begin_us: float) -> Iterato
             yield {"ph": "E", "ts": latest_us, "pid": timeline.rank, "tid": row}
 
 
+def _arrows(heads: Sequence[dict[str, Any]], timed: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """From the submission of the last rank to the end of the wait of each rank that was blocked for it."""
+    course = steps_of(ranks_of([*heads, *timed], _about(heads), ""))
+    least_us = 1e6 * _ARROW_MIN * course.step_s or _ARROW_MIN_US
+    waits = [(rank, each) for rank, own in course.waits.items() for each in own if rank != each.last_rank]
+    for number, (rank, wait) in enumerate(waits, 1):
+        is_ahead = wait.awaited.begun_us < wait.last.submitted_us  # the clocks are known less well than that
+        if wait.last.submitted_us - wait.begun_us >= least_us and not is_ahead:
+            yield from _arrow(number, rank, wait)
+
+
+def _arrow(number: int, rank: int, wait: BlockedTime) -> Iterator[dict[str, Any]]:
+    about = {"name": f"wait for rank {wait.last_rank}", "cat": "wait", "id": number}
+    args = {"rank": wait.last_rank, "waited_ms": round((wait.last.submitted_us - wait.begun_us) / 1e3, 3)}
+    yield {**about, "ph": "s", "ts": wait.last.submitted_us, "pid": wait.last_rank, "tid": wait.last.row, "args": args}
+    yield {**about, "ph": "f", "bp": "e", "ts": wait.awaited.begun_us, "pid": rank, "tid": wait.awaited.row}
+
+
 def _remarks(timelines: Sequence[Timeline], alignments: dict[str, Alignment]) -> Iterator[str]:
     for timeline in timelines:
         if timeline.damaged:
@@ -127,6 +202,3 @@ def _remarks(timelines: Sequence[Timeline], alignments: dict[str, Alignment]) ->
             )
         else:
             yield f"{hosts[clock]}: its times are right to {alignment.within_us:.1f} us, beside {reference.host}"
-    missing = timelines[0].size - len(timelines)
-    if missing:
-        yield f"{missing} of {timelines[0].size} ranks are not among the files"

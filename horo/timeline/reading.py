@@ -1,4 +1,4 @@
-"""Reads the timeline of one rank."""
+"""Reads the timeline of one rank, and those of all ranks in a file of ``merge``."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-__all__ = ["Batch", "Timeline", "TimelineError", "batches_of", "read_timeline"]
-
-_JOINT = ("ALLREDUCE", "ADASUM", "REDUCESCATTER")
-"""Operations that no rank finishes before all have begun: each result needs data of all ranks."""
+__all__ = ["Timeline", "TimelineError", "is_number", "ranks_of", "read_merged", "read_timeline"]
 
 
 class TimelineError(Exception):
@@ -41,32 +38,14 @@ class Timeline:
     """Number of its events that are not as horo writes them; ``events`` is without them."""
 
 
-class Batch(NamedTuple):
-    """One rank's part in one record of a team's log, in microseconds of its clock."""
-
-    submitted_us: float
-    """The last of its requests; no rank begins before that."""
-    begun_us: float
-    joint_end_us: float | None
-    """The first end of an operation that needs all ranks to have begun; None: there is none."""
-
-
 def read_timeline(path: str) -> Timeline:
     """Reads a file, also one whose end was not written.
 
     Raises:
         TimelineError: it cannot be read, or is no timeline of horo.
     """
-    try:
-        text = _read(path)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise TimelineError(f"{path}: cannot be read: {reason}") from None
-    is_torn = False
-    try:
-        events = json.loads(text)
-    except (ValueError, RecursionError):
-        events, is_torn = list(_whole_lines(text)), True
+    text = _text_of(path)
+    events, is_torn = _events_in(text)
     try:
         head = events[0]["args"]
         well = [event for event in events if _is_well(event)]
@@ -84,6 +63,63 @@ def read_timeline(path: str) -> Timeline:
         )
     except (LookupError, TypeError, ValueError, OverflowError):
         raise TimelineError(f"{path}: is no timeline of a rank of horo") from None
+
+
+def read_merged(path: str) -> list[Timeline]:
+    """The timelines of the ranks in a file of ``merge``, all on one clock; none: it is of one rank.
+
+    Raises:
+        TimelineError: it cannot be read, or is no timeline of horo.
+    """
+    events, is_torn = _events_in(_text_of(path))
+    well = [event for event in events if _is_well(event)] if isinstance(events, list) else []
+    about = [event["args"] for event in well if event.get("name") == "process_name" and "rank" in event.get("args", ())]
+    if not about or not all(is_number(head.get(name), whole=True) for head in about for name in ("rank", "size")):
+        raise TimelineError(f"{path}: is no timeline of horo")
+    about = list({head["rank"]: head for head in about}.values())
+    return [] if "monotonic_ns" in about[0] else ranks_of(well, about, path, is_torn=is_torn)
+
+
+def ranks_of(
+    events: Sequence[dict[str, Any]], about: Sequence[dict[str, Any]], path: str, *, is_torn: bool = False
+) -> list[Timeline]:
+    """Of the events of a merged file, those of each rank, as if it had a file of its own.
+
+    Args:
+        events: of all ranks, on one clock.
+        about: of each rank, ``rank``, ``size`` and ``host``.
+        path: of the file.
+        is_torn: its end is missing.
+    """
+    by_rank: dict[int, list[dict[str, Any]]] = {head["rank"]: [] for head in about}
+    for event in events:
+        row, own = event.get("tid", 0), by_rank.get(event.get("pid", 0))
+        if own is not None and event["ph"] in ("B", "E"):
+            own.append({**event, "pid": row})
+        elif own is not None and event.get("name") == "thread_name" and row:
+            own.append({**event, "pid": row, "name": "process_name"})
+    return [
+        Timeline(
+            path, head["rank"], head["size"], str(head.get("host")), "", 0.0, 0.0, by_rank[head["rank"]], is_torn, 0
+        )
+        for head in about
+    ]
+
+
+def _text_of(path: str) -> str:
+    try:
+        return _read(path)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise TimelineError(f"{path}: cannot be read: {reason}") from None
+
+
+def _events_in(text: str) -> tuple[Any, bool]:
+    """The events, and whether the end of the file is missing."""
+    try:
+        return json.loads(text), False
+    except (ValueError, RecursionError):
+        return list(_whole_lines(text)), True
 
 
 def _read(path: str) -> str:
@@ -110,53 +146,20 @@ def _is_well(event: object) -> bool:
     if not isinstance(event, dict):
         return False
     kind, args = event.get("ph"), event.get("args", {})
-    if not isinstance(kind, str) or not isinstance(args, dict) or not _is_number(event.get("pid", 0), whole=True):
+    if not isinstance(kind, str) or not isinstance(args, dict):
+        return False
+    if not all(is_number(event.get(name, 0), whole=True) for name in ("pid", "tid")):
         return False
     if kind == "M":
-        return isinstance(event.get("name"), str) and (
-            event["name"] != "process_name" or event.get("pid", 0) == 0 or isinstance(args.get("name"), str)
-        )
-    has_place = "record" not in args or all(_is_number(args.get(name), whole=True) for name in ("team", "record"))
+        names_row = event.get("name") == "thread_name" or (event.get("name") == "process_name" and event.get("pid"))
+        return isinstance(event.get("name"), str) and (not names_row or isinstance(args.get("name"), str))
+    has_place = "record" not in args or all(is_number(args.get(name), whole=True) for name in ("team", "record"))
     has_name = kind not in ("B", "X", "i") or isinstance(event.get("name"), str)
-    return has_place and has_name and "pid" in event and _is_number(event.get("ts"))
+    return has_place and has_name and "pid" in event and is_number(event.get("ts"))
 
 
-def _is_number(value: object, *, whole: bool = False) -> bool:
+def is_number(value: object, *, whole: bool = False) -> bool:
+    """Whether it is a finite number, or a whole one."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return abs(value) < float("inf") and (isinstance(value, int) or not whole)
-
-
-def batches_of(timeline: Timeline) -> dict[tuple[int, int], Batch]:
-    """By team and place in its log, which are the same on all ranks."""
-    found: dict[tuple[int, int], Batch] = {}
-    began: dict[int, list[tuple[str, float]]] = {}
-    for event in timeline.events:
-        kind, row = event.get("ph"), event.get("pid", 0)
-        if kind == "B":
-            began.setdefault(row, []).append((event["name"], event["ts"]))
-        elif kind == "E" and "record" in event.get("args", ()):
-            batch = _batch(began.pop(row, []), event["ts"], timeline.began_us)
-            if batch is not None:
-                key = event["args"]["team"], event["args"]["record"]
-                found[key] = _joined(found.get(key), batch)
-    return found
-
-
-def _batch(begun: list[tuple[str, float]], end_us: float, offset_us: float) -> Batch | None:
-    """Of what a row has begun, in order: the negotiation, the operation, what has moved the data."""
-    operations = [index for index, (name, _) in enumerate(begun) if name.startswith("NEGOTIATE_")]
-    if not operations or len(begun) < operations[-1] + 2:
-        return None
-    (_, submitted_us), (name, begun_us), *data = begun[operations[-1] :]
-    is_joint = name in _JOINT and bool(data)
-    return Batch(submitted_us + offset_us, begun_us + offset_us, end_us + offset_us if is_joint else None)
-
-
-def _joined(one: Batch | None, other: Batch) -> Batch:
-    if one is None:
-        return other
-    ends = [batch.joint_end_us for batch in (one, other) if batch.joint_end_us is not None]
-    return Batch(
-        max(one.submitted_us, other.submitted_us), min(one.begun_us, other.begun_us), min(ends) if ends else None
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from horo.config.table import (
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import argparse
 
 __all__ = [
+    "add_rank_timelines",
     "check_environment",
     "check_exports",
     "drop_replaced",
@@ -156,6 +158,21 @@ def useless_marks(given: argparse.Namespace, environ: Mapping[str, str]) -> str:
     return "no --timeline-filename asks for a timeline" if given.timeline_mark_cycles and not is_there else ""
 
 
+def add_rank_timelines(given: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    """Adds the timelines that ``--timeline-merge`` needs, if none are asked for: ``all-{rank}.json`` for ``all.json``.
+
+    Args:
+        given: the values of all options.
+        environ: that of the ranks, as far as it is known.
+    """
+    from horo.bootstrap.timeline_file import RANK_MARK  # noqa: PLC0415 - --help does without
+
+    setting = variables_of(Config)["timeline"]
+    if given.timeline_merge is not None and given.timeline_filename is None and not setting.set_name(environ):
+        out = Path(given.timeline_merge)
+        given.timeline_filename = str(out.parent / f"{out.stem}-{RANK_MARK}{out.suffix}")
+
+
 def timeline_merge(given: argparse.Namespace, environ: Mapping[str, str]) -> TimelineMerge | None:
     """The merge that ``--timeline-merge`` asks for.
 
@@ -172,11 +189,10 @@ def timeline_merge(given: argparse.Namespace, environ: Mapping[str, str]) -> Tim
         return None
     setting = variables_of(Config)["timeline"]
     pattern = _read(setting, environ, "")
-    if pattern is None or RANK_MARK not in pattern:
-        asked = "no timeline is asked for" if pattern is None else f"{setting.set_name(environ)}={pattern} is of rank 0"
+    if RANK_MARK not in pattern:
         raise JobError(
-            f"--timeline-merge {given.timeline_merge} has no effect: {asked}; add --timeline-filename "
-            f"'t-{RANK_MARK}.json', by which each rank writes a file"
+            f"--timeline-merge {given.timeline_merge} has no effect: {setting.set_name(environ)}={pattern} is of rank "
+            f"0; name one for each rank, like --timeline-filename 't-{RANK_MARK}.json', or none"
         )
     return TimelineMerge(given.timeline_merge, pattern)
 

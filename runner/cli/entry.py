@@ -387,6 +387,7 @@ def _exports(
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """The variables for all ranks, and sentences about options that do nothing, as they may for Horovod's scripts."""
     from horo.runner.cli.autotune_options import (  # noqa: PLC0415 - --help does without
+        add_rank_timelines,
         check_environment,
         check_exports,
         drop_replaced,
@@ -401,6 +402,7 @@ def _exports(
     except ValueError as error:
         raise JobError(str(error)) from None
     drop_replaced(given, line.from_file, exports)
+    add_rank_timelines(given, {**environment, **exports})
     tuning = tuning_variables(given, line.given)
     check_exports(exports, given)
     if given.min_np is not None and given.elastic_dir is not None:

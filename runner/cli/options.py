@@ -296,7 +296,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--timeline-merge", type=filled, metavar="FILE",
-        help="at the end, put the timelines of all ranks into one file; with --timeline-filename 't-{rank}.json'",
+        help="have each rank write a timeline, and put them into one file at the end, with arrows to ranks that waited",
     )  # fmt: skip
     group.add_argument(
         "--json-report", type=filled, metavar="FILE",

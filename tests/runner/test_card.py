@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jobs import TORCH_S, Hororun
+from trace_events import arrows_of, parse_timeline
 
 from horo.runner.agent.rank_reports import Note, NoteReader
 from horo.runner.agent.rank_summary import NAMES_MAX, RankSummary, read_summary
 from horo.runner.job.card import card, facts_of
 from horo.runner.job.report import Ending
+from horo.timeline.merging import together
+from horo.timeline.steps import steps_of
 
 MS = 1_000_000
 HEALTHY = RankSummary(
@@ -245,7 +249,8 @@ for step, batch in enumerate(torch.utils.data.DataLoader(Data()), 1):
 def test_a_slow_loader_on_one_rank_is_on_the_card_and_in_the_report(hororun: Hororun, tmp_path: Path) -> None:
     script, report = tmp_path / "train.py", tmp_path / "report.json"
     script.write_text(TRAIN)
-    words = ("-np", "2", "--summary", "--json-report", str(report), "--", str(script), "loader")
+    traced = ("--timeline-merge", str(tmp_path / "all.json"))
+    words = ("-np", "2", "--summary", "--json-report", str(report), *traced, "--", str(script), "loader")
     done = hororun.start(*words).finish(3 * TORCH_S)
     assert done.returncode == 0, done.stderr
     training = json.loads(report.read_text())["training"]
@@ -255,6 +260,11 @@ def test_a_slow_loader_on_one_rank_is_on_the_card_and_in_the_report(hororun: Hor
         step["seconds"]
     )
     assert "hororun: done in " in done.stderr and "(data loading?)" in done.stderr
+    late = Counter(begin for begin, _ in arrows_of(parse_timeline(tmp_path / "all.json")))
+    assert late[1] >= 15 > late[0]
+    seen = steps_of(together([str(tmp_path / "all.json")])[0]).facts
+    assert (seen["slowest"]["rank"], seen["steps"]) == (1, 20)
+    assert seen["step"]["seconds"] == pytest.approx(step["seconds"], rel=0.1)
 
 
 def test_one_rank_alone_has_a_card_without_others(hororun: Hororun, tmp_path: Path) -> None:

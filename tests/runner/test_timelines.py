@@ -70,7 +70,7 @@ def test_the_timelines_of_all_ranks_are_merged_at_the_end(hororun: Hororun, wher
         done = hororun.start(*words, where=where, cwd=tmp_path).finish()
         assert done.returncode == fails * 7
         (said,) = (line for line in done.stderr.splitlines() if "all.json" in line)
-        assert re.fullmatch(r"hororun: all\.json: 2 ranks, \d+ events", said)
+        assert re.fullmatch(r"hororun: all\.json: 2 ranks, \d+ events(, \d+ arrows to ranks that waited: .*)?", said)
         assert fails or done.stderr.count("\n") == 1
         events = parse_timeline(tmp_path / "all.json")
         assert sum(each["ph"] == "B" and each["name"] == "SHM_ALLREDUCE" for each in events) == 400
@@ -154,17 +154,23 @@ def test_a_merge_that_fails_or_is_interrupted_leaves_the_code(tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("", "no timeline is asked for; add --timeline-filename 't-{rank}.json'"),
-        ("--timeline-filename t.json", "HORO_TIMELINE=t.json is of rank 0; add --timeline-filename"),
-        ("-x HOROVOD_TIMELINE=t.json", "HOROVOD_TIMELINE=t.json is of rank 0; add"),
+        ("--timeline-filename t.json", "HORO_TIMELINE=t.json is of rank 0; name one for each rank, like --timeline-f"),
+        ("-x HOROVOD_TIMELINE=t.json", "HOROVOD_TIMELINE=t.json is of rank 0; name one"),
+        ("-x HORO_TIMELINE=DYNAMIC", "HORO_TIMELINE=DYNAMIC is of rank 0; name one"),
     ],
 )
-def test_a_merge_without_a_timeline_of_each_rank_is_refused(words: str, sentence: str) -> None:
+def test_a_merge_of_one_rank_is_refused(words: str, sentence: str) -> None:
     with pytest.raises(JobError) as caught:
         parse(["-np", "2", "--timeline-merge", "all.json", *words.split(), "cmd"], environment={})
     assert str(caught.value).startswith(f"--timeline-merge all.json has no effect: {sentence}")
     job = parsed(["-np", "2", "--timeline-merge", "a", "cmd"], environment={"HOROVOD_TIMELINE": "t{rank}"})
     assert job.timelines == TimelineMerge("a", "t{rank}")
+
+
+def test_a_merge_alone_has_each_rank_write_a_file_beside_the_result() -> None:
+    job = parsed(["-np", "2", "--timeline-merge", "d/all.json", "cmd"], environment={"HORO_TIMELINE": ""})
+    assert job.timelines == TimelineMerge("d/all.json", "d/all-{rank}.json")
+    assert job.exports == {"HORO_TIMELINE": "d/all-{rank}.json"}
 
 
 def test_a_result_that_cannot_be_written_is_refused_before_the_job(tmp_path: Path) -> None:
