@@ -1,7 +1,7 @@
 """A reducescatter, alltoall, allgather or broadcast, under a fixed name where the library has names.
 
-The peers write into memory that is there; horo and Horovod give new memory for each result but that of a broadcast, as
-their functions do, and the time of that counts.
+All write into memory that is there, but Horovod: it gives new memory for each result but that of a broadcast, and the
+time of that counts.
 """
 
 from __future__ import annotations
@@ -109,10 +109,11 @@ def torch_call(library: Library, job: Job, dtype_name: str, name: str) -> tuple[
     if library.kind == "horovod" and dtype_name == "bfloat16":
         raise Unsupported("Horovod has no bfloat16")
     module, tensor = library.module, torch.zeros(job.given, dtype=dtype)
+    there = {"out": torch.zeros(job.received, dtype=dtype)} if library.kind == "horo" else {}
     calls: dict[str, Call] = {
-        "reducescatter": lambda: module.reducescatter(tensor, op=module.Sum, name=name),
-        "alltoall": lambda: module.alltoall(tensor, name=name),
-        "allgather": lambda: module.allgather(tensor, name=name),
+        "reducescatter": lambda: module.reducescatter(tensor, op=module.Sum, name=name, **there),
+        "alltoall": lambda: module.alltoall(tensor, name=name, **there),
+        "allgather": lambda: module.allgather(tensor, name=name, **there),
         "broadcast": lambda: module.broadcast_(tensor, 0, name=name),
     }
     return tensor, calls[job.operation]

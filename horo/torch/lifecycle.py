@@ -65,14 +65,15 @@ def init(
     another rank has called ``shutdown()`` or is lost, begins a new one. ``shutdown()`` happens at exit.
 
     Args:
-        comm: The processes that form the job. None: all that were started. A list of their ranks: those, in this order;
-            only they call ``init``, with the same list. A communicator of mpi4py: its ranks.
+        comm: The processes that form the job. None: all that were started. A list of their ranks: those, numbered by
+            their place in the list; only they call ``init``, with the same list. A communicator of mpi4py: its ranks,
+            whoever started them.
         process_sets: Sets of ranks to register at once, as by ``add_process_set``: a list of ``ProcessSet`` or of lists
             of ranks, the same on all ranks. Horovod's ``"dynamic"`` means None, since sets may always be added.
         device: The GPU for ``gpu_operations="nccl"``: ``"cuda:1"``, or its number. None: ``cuda:local_rank`` if this
             process sees several GPUs, and ``cuda:0`` if it sees one.
-        settings: Settings by their names, such as ``cycle_time_ms=1``, which win over the environment. None: as if it
-            were not given.
+        settings: Settings by their names, such as ``cycle_time_ms=1``, which win over the environment. The reference of
+            the environment lists them. None: as if it were not given.
 
     Raises:
         UsageError: The launcher's environment is incomplete, or contradicts MPI. An argument or a setting does not fit,
@@ -180,11 +181,12 @@ def config() -> Settings:
     """The settings that are in force in this job, and where each comes from. Returns at once.
 
     Returns:
-        A mapping from names to values. The names are those of the arguments of ``init()``; ``horovod`` is set by
-        ``hororun --horovod`` only. Printed, it is a table with the sources; ``config().source(name)`` is one of them:
-        ``"init()"``, the name of an environment variable, ``"hororun --OPTION"``, ``"file NAME"`` for a file of
-        ``hororun --config-file``, ``"default"``, or ``"autotune"``: it has another value in force than the job began
-        with.
+        A mapping from names to values. The names are those of the arguments of ``init()``; only ``horovod`` is no
+        argument: ``hororun --horovod`` sets it. Printed, it is a table with the sources;
+        ``config().source(name)`` is one of them: ``"init()"``, the name of an environment variable,
+        ``"hororun --OPTION"``, ``"file NAME"`` for a file of ``hororun --config-file``, ``"default"``, or
+        ``"autotune"``: it has another value in force than the job began with. The mapping itself does not change later;
+        the next call returns what is in force then.
 
     Raises:
         NotInitializedError: Before ``init()``.
@@ -204,14 +206,16 @@ def config() -> Settings:
 def stats() -> Stats:
     """The parts of the time of this rank's steps since ``init()``: of the last one, and of all. Returns at once.
 
-    Any rank may call it at any time; before the first step all numbers are 0. A step is from the end of one ``step()``
-    of a ``DistributedOptimizer`` to the end of the next; the first one is not measured. Of several optimizers that take
-    turns, one counts them.
+    It asks no other rank, so any rank may call it at any time, also before the first step, when all numbers are 0. A
+    step is from the end of one ``step()`` of a ``DistributedOptimizer`` to the end of the next; the first one is not
+    measured. Of several optimizers that take turns, one
+    counts them.
 
     Returns:
         An object with ``steps``, ``last`` and ``total`` (each has ``steps``, ``seconds``, ``computing``, ``waiting``
-        for other ranks, ``moving`` data, ``loading``, ``bytes``, ``tensors`` and ``batches``), ``peak_memory`` and
-        ``peak_gpu_memory`` in bytes. A rank that waits less than the others is the slowest.
+        for other ranks, ``moving`` data, ``loading``, ``bytes``, ``tensors`` and ``batches``), ``slowest`` (in a job on
+        one host, the ``rank`` that the others waited for in the last 64 steps, its ``share`` of them, ``behind_s`` and
+        ``loading_s`` in seconds; else None), ``peak_memory`` and ``peak_gpu_memory`` in bytes.
 
     Raises:
         NotInitializedError: Before ``init()``.

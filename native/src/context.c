@@ -247,11 +247,6 @@ HORO_API int horo_refuse(horo_context *context, int32_t team, const char *name, 
     return outcome < 0 ? outcome : HORO_OK;
 }
 
-HORO_API int horo_poll(horo_context *context, int64_t handle) {
-    HR_TRY(enter(context, NULL, 0));
-    return hr_requests_poll(&context->engine.requests, handle);
-}
-
 HORO_API int horo_added_team(horo_context *context, int64_t handle) {
     HR_TRY(enter(context, NULL, 0));
     return hr_membership_answer(&context->engine, handle, HORO_ADD_TEAM);
@@ -290,6 +285,10 @@ static int wait_for(horo_context *context, int64_t *handle, int32_t timeout_ms, 
                     size_t error_bytes) {
     HR_TRY(enter(context, error, error_bytes));
     return hr_requests_wait(&context->engine.requests, handle, timeout_ms, end, error, error_bytes);
+}
+
+HORO_API int horo_poll(horo_context *context, int64_t handle) {
+    return wait_for(context, &handle, 0, HR_WAIT_KEEPS, NULL, 0);
 }
 
 HORO_API int horo_wait(horo_context *context, int64_t handle, int32_t timeout_ms, char *error, size_t error_bytes) {

@@ -83,7 +83,8 @@ def test_the_export_list_is_exactly_this() -> None:
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_arguments_come_in_horovods_order(name: str) -> None:
-    assert list(inspect.signature(getattr(hvd, name)).parameters) == ARGUMENTS[name].split()
+    own = ["out"] if name in ("allgather", "alltoall", "broadcast", "reducescatter") else []
+    assert list(inspect.signature(getattr(hvd, name)).parameters) == [*ARGUMENTS[name].split(), *own]
 
 
 def test_reductions_have_horovods_numbers() -> None:

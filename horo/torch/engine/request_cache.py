@@ -67,13 +67,13 @@ class CachedRequest:
         "_name",
         "_output_form",
         "_signatures",
-        "_spec",
         "_sync",
         "buffer",
         "device",
         "dtype",
         "idle",
         "shape",
+        "spec",
         "taken_name",
         "weight",
     )
@@ -87,7 +87,7 @@ class CachedRequest:
         *,
         casts: bool,
     ) -> None:
-        self._spec = spec
+        self.spec = spec
         self._casts = casts
         self._sync = sync
         self._name = name
@@ -117,10 +117,12 @@ class CachedRequest:
     @property
     def collective(self) -> str:
         """The operation of the core."""
-        return self._spec.collective
+        return self.spec.collective
 
-    def set_tensor(self, tensor: torch.Tensor, in_place: bool) -> torch.Tensor | None:
+    def set_tensor(self, tensor: torch.Tensor, in_place: bool, out: torch.Tensor | None = None) -> torch.Tensor | None:
         """Sets the only tensor of the request, if it has the same shape and dtype as in the last call.
+
+        The result goes to ``out`` if that has the right shape and dtype, and lies elsewhere.
 
         Returns:
             The tensor for the result; None if the caller has to use ``set_tensors``.
@@ -133,17 +135,23 @@ class CachedRequest:
             rows[0] = rows[1] = address
             return tensor
         form = self._output_form  # with strides it takes half the time
+        if out is not None:
+            there = address_of(out, self.shape if form is None else form[0], self.dtype)
+            if not there or (there < address + tensor.nbytes and address < there + out.nbytes):
+                return None
+            rows[0], rows[1] = address, there
+            return out
         output = (
             torch.empty_like(tensor, memory_format=_contiguous) if form is None else tensor.new_empty_strided(*form)
         )
         rows[0], rows[1] = address, output.data_ptr()
         return output
 
-    def expect(self, tensor: torch.Tensor, spec: Operation, result: torch.Tensor) -> None:
+    def expect(self, tensor: torch.Tensor, spec: Operation, result: torch.Tensor, *, is_out: bool) -> None:
         """Notes the result of an allgather or alltoall of ``tensor``, of which ``spec`` has the splits.
 
         If the last one was of the same shape and dtype too, the request is made ready to offer memory for such a
-        result: ``set_tensor`` succeeds from then on.
+        result: ``set_tensor`` succeeds from then on. ``is_out``: that memory is the caller's.
         """
         seen = [(tensor.shape, tensor.dtype), (result.shape, result.dtype)]
         is_second, self._signatures = seen == self._signatures, seen
@@ -151,12 +159,13 @@ class CachedRequest:
         bytes_offered = result.numel() * result.element_size()
         if (
             not is_second
-            or not 0 < bytes_offered <= _OFFERED_BYTES_MAX
+            or not bytes_offered > 0
+            or not (is_out or bytes_offered <= _OFFERED_BYTES_MAX)
             or tensor.is_complex()  # the next one may be conjugated lazily
             or not address_of(tensor, tensor.shape, tensor.dtype)
         ):
             return
-        self._spec = spec
+        self.spec = spec
         (packed,) = pack(StagedTensors([tensor], [tensor], [result]), spec)
         self.device = None
         self._fill_buffer([packed._replace(output_bytes=bytes_offered)], offers=True)
@@ -175,17 +184,17 @@ class CachedRequest:
         sources = self._sources(tensors)
         if sources is None:
             return self._fill(tensors, in_place)
-        if in_place or self._spec.collective in GATHERING:
+        if in_place or self.spec.collective in GATHERING:
             self.buffer.set_addresses(sources, sources)
             return StagedTensors(tensors, tensors, tensors)
-        outputs = make_outputs(tensors, self._spec)
+        outputs = make_outputs(tensors, self.spec)
         self.buffer.set_addresses(sources, [output.data_ptr() for output in outputs])
         return StagedTensors(tensors, tensors, outputs)
 
     def label(self) -> str:
         """Its name on the wire. An automatic name is counted here: call this only when nothing can be refused."""
-        if self._spec.name is None:
-            self._label = self._name(self._spec.kind, None, self._spec.team)
+        if self.spec.name is None:
+            self._label = self._name(self.spec.kind, None, self.spec.team)
             self.buffer.set_name(self._label)
         return self._label
 
@@ -199,7 +208,7 @@ class CachedRequest:
 
     def _fill(self, tensors: Sequence[torch.Tensor], in_place: bool) -> StagedTensors:
         self._signatures = None
-        spec = self._spec
+        spec = self.spec
         staged = stage(tensors, spec, in_place, casts=self._casts)
         self.device = staged.device
         self._fill_buffer(pack(staged, spec))
@@ -213,7 +222,7 @@ class CachedRequest:
         return staged
 
     def _fill_buffer(self, tensors: Sequence[context.Tensor], *, offers: bool = False) -> None:
-        spec, device = self._spec, self.device
+        spec, device = self.spec, self.device
         self.buffer.fill(
             context.OPS[spec.collective],
             tensors,

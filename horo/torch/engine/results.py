@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from horo.core import context
+from horo.errors import UsageError
 from horo.torch.engine.devices import finish_on, to_device
-from horo.torch.engine.operation import StagedTensors, count_change
+from horo.torch.engine.operation import Operation, StagedTensors, count_change, describe
 
-__all__ = ["Gathered", "Gathering", "finish_in_place", "finish_output", "finish_staged", "gathered"]
+__all__ = ["Gathered", "Gathering", "fill_out", "finish_in_place", "finish_output", "finish_staged", "gathered"]
 
 _taking = threading.RLock()  # a signal handler may take another result
 """Held while a thread takes results, which another one may wait for, too. Nothing blocks there."""
@@ -65,6 +66,21 @@ def gathered(buffer: Any, rows: list[int], tensor: torch.Tensor) -> Gathered:
     if len(buffer) == 0:
         return Gathered(to_device(torch.empty(shape, dtype=tensor.dtype, device="cpu"), tensor), rows)
     return Gathered(to_device(torch.frombuffer(buffer, dtype=tensor.dtype).view(shape), tensor), rows)
+
+
+def fill_out(out: torch.Tensor | None, result: torch.Tensor, spec: Operation) -> torch.Tensor:
+    """Copies a result to ``out`` and returns that; None: returns the result.
+
+    Raises:
+        UsageError: It has another shape. The operation is done by then, also on the other ranks.
+    """
+    if out is None or out is result:
+        return result
+    if out.shape != result.shape:
+        shapes = f"out has the shape {list(out.shape)}, the result {list(result.shape)}"
+        raise UsageError(f"{describe(spec.kind, spec.name)}: {shapes}")
+    with torch.no_grad():
+        return out.copy_(result)
 
 
 def finish_staged(core: context.Context, handle: int, staged: StagedTensors) -> tuple[torch.Tensor, ...]:

@@ -20,7 +20,15 @@ from horo.torch.engine.handles import Handle
 from horo.torch.engine.operation import Operation, StagedTensors, count_change, describe, list_tensors
 from horo.torch.engine.request import Request, left_request
 from horo.torch.engine.request_cache import CachedRequest
-from horo.torch.engine.results import Gathered, Gathering, finish_in_place, finish_output, finish_staged, gathered
+from horo.torch.engine.results import (
+    Gathered,
+    Gathering,
+    fill_out,
+    finish_in_place,
+    finish_output,
+    finish_staged,
+    gathered,
+)
 
 __all__ = [
     "check_root",
@@ -47,53 +55,58 @@ __all__ = [
 _BARRIER = Operation("barrier", None, collective="barrier")
 
 
-def repeat(key: Hashable, tensor: torch.Tensor, *, in_place: bool) -> torch.Tensor | None:
+def repeat(
+    key: Hashable, tensor: torch.Tensor, *, in_place: bool, out: torch.Tensor | None = None
+) -> torch.Tensor | None:
     """Repeats the last call with the same key, if the tensor has the same shape and dtype; takes little Python.
 
     Args:
         key: As for ``RequestCache.take``.
         tensor: Anything.
-        in_place: Write the result into ``tensor``, else into a new one.
+        in_place: Write the result into ``tensor``.
+        out: Else write it here; None: into a new one.
 
     Returns:
-        The tensor with the result. None, and nothing is done, where there is no such call.
+        The tensor with the result. None, and nothing is done, where there is no such call, or ``out`` will not do.
     """
     runtime = _runtime.current()
     cached = runtime.request_cache.take(key)
     if cached is None:
         return None
     try:
-        output = cached.set_tensor(tensor, in_place)
+        output = cached.set_tensor(tensor, in_place, out)
         if output is None:
             return None
         _execute(runtime, cached, (tensor, output))
     finally:
         cached.idle.append(None)
-    if in_place:
-        count_change((tensor,))
+    if in_place or out is not None:
+        count_change((output,))
     return output
 
 
-def repeat_gathered(key: Hashable, tensor: torch.Tensor) -> torch.Tensor | None:
+def repeat_gathered(key: Hashable, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
     """As ``repeat``, of an allgather or alltoall for which ``expect_again`` was called.
 
-    It offers memory for a result like the last one; where the other ranks give other rows now, the result is in memory
-    of the core.
+    It offers memory for a result like the last one. If the other ranks give other rows now, the result is in memory of
+    the core, or copied to ``out``: a UsageError if that has other rows.
     """
     runtime = _runtime.current()
     cached = runtime.request_cache.take(key)
     if cached is None:
         return None
     try:
-        output = cached.set_tensor(tensor, False)
+        output = cached.set_tensor(tensor, False, out)
         if output is None:
             return None
         _execute(runtime, cached, (tensor, output))
+        if out is not None:
+            count_change((out,))
         if handle := cached.buffer.last_handle[0]:  # it did not fit, or the wait took long
             buffer, rows = runtime.core.take_result(handle, 0)
             if buffer is not None:
                 cached.forget()
-                output = gathered(buffer, rows, tensor).tensor
+                output = fill_out(out, gathered(buffer, rows, tensor).tensor, cached.spec)
         return output
     finally:
         if output is not None and (handle := cached.buffer.last_handle[0]):
@@ -101,11 +114,16 @@ def repeat_gathered(key: Hashable, tensor: torch.Tensor) -> torch.Tensor | None:
         cached.idle.append(None)
 
 
-def expect_again(key: Hashable, spec: Operation, tensor: torch.Tensor, result: torch.Tensor) -> None:
-    """Makes ready for a later ``repeat_gathered`` with ``key``, after an allgather or alltoall of one tensor."""
+def expect_again(
+    key: Hashable, spec: Operation, tensor: torch.Tensor, result: torch.Tensor, *, is_out: bool = False
+) -> None:
+    """Makes ready for a later ``repeat_gathered`` with ``key``, after an allgather or alltoall of one tensor.
+
+    ``is_out``: the caller has given the memory of the result, and will again.
+    """
     cached = _runtime.current().request_cache.take_or_create(key, spec, True, 1)
     try:
-        cached.expect(tensor, spec, result)
+        cached.expect(tensor, spec, result, is_out=is_out)
     finally:
         cached.idle.append(None)
 

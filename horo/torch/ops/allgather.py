@@ -8,6 +8,8 @@ import torch
 
 from horo.torch.engine.handles import Handle
 from horo.torch.engine.operation import Operation
+from horo.torch.engine.outputs import check_out
+from horo.torch.engine.results import fill_out
 from horo.torch.engine.submit import (
     expect_again,
     list_group,
@@ -21,7 +23,11 @@ __all__ = ["allgather", "allgather_async", "grouped_allgather", "grouped_allgath
 
 
 def allgather(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: torch.Tensor,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Concatenates the tensors of all ranks along their first dimension, in rank order; differentiable.
 
@@ -32,13 +38,15 @@ def allgather(
             too. The number of rows may differ by rank; dtype and the other dimensions are equal on all ranks.
         name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
         process_set: The ranks that take part; others do not call it.
+        out: Memory for the result: contiguous, of its shape, on the same device; without gradient. None: new memory.
 
     Returns:
-        ``[sum of rows, ...]``, new memory, same dtype. The gradient of this rank's rows is the mean over ranks of what
-        they have for them.
+        ``[sum of rows, ...]``, ``out`` or new memory, same dtype. The gradient of this rank's rows is the mean over
+        ranks of what they have for them.
 
     Raises:
-        UsageError: ``tensor`` is no tensor or has no dimension.
+        UsageError: ``tensor`` is no tensor or has no dimension, or ``out`` does not fit. Where its rows are too few or
+            too many for what the ranks gave, the others have the result.
         UnsupportedError: Another device, layout or dtype.
         MismatchError: Ranks gave other dtypes or dimensions under one name.
         GroupError: A rank is lost or has shut down.
@@ -48,14 +56,15 @@ def allgather(
         rows = torch.full((hvd.rank() + 1, 2), hvd.rank())
         everyone = hvd.allgather(rows)  # on 2 ranks [3, 2]: one row of 0, two rows of 1
     """
-    key = "allgather", name, process_set
-    again = repeat_gathered(key, tensor)
+    key = "allgather", name, process_set, out is not None
+    again = repeat_gathered(key, tensor, out)
     if again is not None:
         return again
-    team = resolve_process_set(process_set, "allgather")
-    result = allgather_all([tensor], "allgather", name, team)[0]
+    spec = Operation("allgather", name, collective="allgather", team=resolve_process_set(process_set, "allgather"))
+    check_out(out, tensor, spec)
+    result = fill_out(out, allgather_all([tensor], "allgather", name, spec.team)[0], spec)
     if not needs_graph([tensor]):
-        expect_again(key, Operation("allgather", name, collective="allgather", team=team), tensor, result)
+        expect_again(key, spec, tensor, result, is_out=out is not None)
     return result
 
 

@@ -12,7 +12,8 @@ from horo.errors import UsageError
 from horo.torch.engine import runtime
 from horo.torch.engine.handles import Handle
 from horo.torch.engine.operation import Operation, check_tensor, describe
-from horo.torch.engine.results import Gathered
+from horo.torch.engine.outputs import check_out
+from horo.torch.engine.results import Gathered, fill_out
 from horo.torch.engine.submit import expect_again, repeat_gathered, start_alltoall, telling
 from horo.torch.ops.autograd import alltoall_one, needs_graph
 from horo.torch.ops.process_set import ProcessSet, global_process_set, resolve_process_set
@@ -25,6 +26,8 @@ def alltoall(
     splits: torch.Tensor | Iterable[SupportsIndex] | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Gives each rank some rows of the tensor, and gets rows from each; differentiable.
 
@@ -38,14 +41,16 @@ def alltoall(
             all.
         name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
         process_set: The ranks that take part; others do not call it.
+        out: As for ``allgather``.
 
     Returns:
-        ``[rows for this rank, ...]``, new memory, same dtype: those from rank 0, then from rank 1 and so on. With
-        ``splits``, and from ``alltoall_async`` always, a pair of that and of the number of rows from each rank, int32
-        ``[size]``.
+        ``[rows for this rank, ...]``, ``out`` or new memory, same dtype: those from rank 0, then from rank 1 and so on.
+        With ``splits``, and from ``alltoall_async`` always, a pair of that and of the number of rows from each rank,
+        int32 ``[size]``.
 
     Raises:
-        UsageError: ``tensor`` is no tensor or has no dimension, or the splits do not fit it or the number of ranks.
+        UsageError: ``tensor`` is no tensor or has no dimension, the splits do not fit it or the number of ranks, or
+            ``out`` does not fit, as for ``allgather``.
         UnsupportedError: Another device or layout.
         MismatchError: Ranks gave other dtypes or dimensions under one name.
         GroupError: A rank is lost or has shut down.
@@ -55,16 +60,18 @@ def alltoall(
         rows = torch.full((2 * hvd.size(),), hvd.rank())
         mine, counts = hvd.alltoall(rows, splits=[2] * hvd.size())  # on 2 ranks [0, 0, 1, 1] and [2, 2]
     """
-    key = "alltoall", name, process_set
-    again = repeat_gathered(key, tensor) if splits is None else None
+    key = "alltoall", name, process_set, out is not None
+    again = repeat_gathered(key, tensor, out) if splits is None else None
     if again is not None:
         return again
     sent, spec = _call(tensor, splits, name, process_set)
+    check_out(out, tensor, spec)
     result = alltoall_one(sent, spec)
+    result = result._replace(tensor=fill_out(out, result.tensor, spec))
     if splits is not None:
         return _pair(result)
     if not needs_graph([tensor]):
-        expect_again(key, spec, tensor, result.tensor)
+        expect_again(key, spec, tensor, result.tensor, is_out=out is not None)
     return result.tensor
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 
 from horo.torch.engine.handles import Handle, first_of
+from horo.torch.engine.operation import Operation
+from horo.torch.engine.outputs import check_out
+from horo.torch.engine.results import fill_out
 from horo.torch.engine.submit import (
     repeat,
     repeat_async,
@@ -18,7 +21,12 @@ __all__ = ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_"]
 
 
 def broadcast(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Gives every rank the tensor of ``root_rank``; differentiable.
 
@@ -30,12 +38,13 @@ def broadcast(
         root_rank: The rank whose values all get, by its number in the job also in a process set; equal on all ranks.
         name: Connects the calls of all ranks; equal on all. None: calls without a name are connected in their order.
         process_set: The ranks that take part; others do not call it.
+        out: As for ``allgather``.
 
     Returns:
-        A new contiguous tensor of the same shape and dtype.
+        ``out`` or a new contiguous tensor, of the same shape and dtype.
 
     Raises:
-        UsageError: ``tensor`` is no tensor, or there is no rank ``root_rank``.
+        UsageError: ``tensor`` is no tensor, there is no rank ``root_rank``, or ``out`` does not fit.
         UnsupportedError: Another device, layout or dtype.
         MismatchError: Ranks gave other shapes, dtypes or roots under one name.
         GroupError: A rank is lost or has shut down.
@@ -46,10 +55,13 @@ def broadcast(
         y = hvd.broadcast(x, root_rank=0)  # on all ranks [0, 0]
     """
     key = ("broadcast", name, root_rank, process_set) if type(root_rank) is int else None  # True is equal to 1
-    again = repeat(key, tensor, in_place=False)
+    again = repeat(key, tensor, in_place=False, out=out)
     if again is not None:
         return again
-    return broadcast_one(tensor, root_rank, name, key, resolve_process_set(process_set, "broadcast"))
+    team = resolve_process_set(process_set, "broadcast")
+    spec = Operation("broadcast", name, collective="broadcast", team=team)
+    check_out(out, tensor, spec)
+    return fill_out(out, broadcast_one(tensor, root_rank, name, key, team), spec)
 
 
 def broadcast_(

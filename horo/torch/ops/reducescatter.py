@@ -11,6 +11,8 @@ from horo.errors import GroupError, UnsupportedError
 from horo.torch.engine import runtime
 from horo.torch.engine.handles import Handle, first_of
 from horo.torch.engine.operation import Operation
+from horo.torch.engine.outputs import check_out
+from horo.torch.engine.results import fill_out
 from horo.torch.engine.submit import list_group, repeat, start_reducescatter, telling
 from horo.torch.ops.allreduce import Adasum, Average, split_for
 from horo.torch.ops.autograd import reducescatter_all
@@ -33,6 +35,8 @@ def reducescatter(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Combines the tensors of all ranks element by element and gives each rank its rows of the result; differentiable.
 
@@ -47,10 +51,11 @@ def reducescatter(
         process_set: The ranks that take part; others do not call it.
         prescale_factor: As for ``allreduce``.
         postscale_factor: As for ``allreduce``.
+        out: As for ``allgather``.
 
     Returns:
-        ``[rows of this rank, ...]``, new memory, same dtype. ``allgather`` of it is the result of ``allreduce``; so is
-        the gradient of both together.
+        ``[rows of this rank, ...]``, ``out`` or new memory, same dtype. ``allgather`` of it is the result of
+        ``allreduce``; so is the gradient of both together.
 
     Raises:
         UsageError: ``tensor`` is no tensor or has no dimension, or another argument is wrong.
@@ -67,14 +72,15 @@ def reducescatter(
     is_plain = type(prescale_factor) is float and type(postscale_factor) is float
     if is_plain and (op is None or type(op) is ReduceOp):
         key = "reducescatter", name, compression, op, process_set, prescale_factor, postscale_factor
-    again = repeat(key, tensor, in_place=False)
+    again = repeat(key, tensor, in_place=False, out=out)
     if again is not None:
         return again
     spec = _spec("reducescatter", name, op, process_set, prescale_factor, postscale_factor)
+    check_out(out, tensor, spec)
     spec, compressor = split_for(spec, compression)
     sent, context = compressor.compress(tensor)
     results = reducescatter_all([sent], spec, key if compressor is Compression.none else None)
-    return compressor.decompress(results[0], context)
+    return fill_out(out, compressor.decompress(results[0], context), spec)
 
 
 def reducescatter_async(

@@ -49,7 +49,7 @@ static void end_parts(struct host_backend *host) {
 static hr_status begin_parts(struct host_backend *host) {
     struct parts *parts = &host->parts;
     const size_t size = (size_t)host->team->size;
-    const int exchanges = hr_op_exchanges(host->work.op);
+    const int exchanges = hr_op_is(host->work.op, HR_OP_EXCHANGE);
     parts->by_rank = calloc(exchanges ? 2 * size : size, sizeof *parts->by_rank);
     parts->offsets = calloc(exchanges ? size * size : host->work.count, sizeof *parts->offsets);
     if (parts->by_rank == NULL || parts->offsets == NULL) {
@@ -266,7 +266,7 @@ static hr_status lay_out_move(struct host_backend *host) {
     HR_TRY(begin_parts(host));
     struct hr_fused *by_rank = host->parts.by_rank;
     size_t *offsets = host->parts.offsets;
-    if (hr_op_exchanges(work->op)) {
+    if (hr_op_is(work->op, HR_OP_EXCHANGE)) {
         lay_out_splits(host, by_rank, by_rank + size, offsets);
         for (int pair = 0; pair < size * size; pair++) {
             host->moved_bytes += offsets[pair];
@@ -333,7 +333,7 @@ static hr_status begin_move(struct host_backend *host) {
 static hr_status host_begin(struct hr_backend *backend, const struct hr_work *work) {
     struct host_backend *host = (struct host_backend *)backend;
     host->work = *work;
-    if (hr_op_reduces(work->op) && host->team->size == 1) {
+    if (hr_op_is(work->op, HR_OP_REDUCTION) && host->team->size == 1) {
         host->work.op = HORO_ALLREDUCE;
     }
     if (is_adasum(host) && host->team->size == 1) {
@@ -346,7 +346,7 @@ static hr_status host_begin(struct hr_backend *backend, const struct hr_work *wo
     const int op = host->work.op;
     /* each vector needs a piece for each tensor */
     const size_t vectors = op == HORO_ALLREDUCE || op == HORO_BROADCAST ? 1
-                           : (size_t)host->team->size * (hr_op_exchanges(op) ? 2 : 1);
+                           : (size_t)host->team->size * (hr_op_is(op, HR_OP_EXCHANGE) ? 2 : 1);
     const size_t count = vectors * work->count;
     if (count > host->piece_capacity) {
         struct hr_piece *larger = realloc(host->pieces, count * sizeof *larger);
@@ -416,7 +416,7 @@ static int host_progress(struct hr_backend *backend) {
     }
     /* the same operation, where its try has just ended, or its reads have failed */
     const int begins_again = host->way == WAY_TRY || (host->way == WAY_READ && host->team->reads_peers < 0);
-    if (hr_op_reduces(host->work.op)) {
+    if (hr_op_is(host->work.op, HR_OP_REDUCTION)) {
         return begins_again ? begin_scatter(host) : begin_rows(host);
     }
     if (begins_again) {
@@ -433,7 +433,7 @@ static void host_cancel(struct hr_backend *backend) {
         host->task->cancel(host->task);
     }
     host->task = NULL;
-    for (size_t i = 0; i < host->work.count && hr_op_tells_rows(host->work.op); i++) {
+    for (size_t i = 0; i < host->work.count && hr_op_is(host->work.op, HR_OP_TELLING_ROWS); i++) {
         struct hr_gathered *result = &host->work.results[i];
         if (!result->is_given) {
             hr_node_bury(host->team->node, result->data, free);

@@ -30,7 +30,7 @@ int hr_nccl_can(const horo_request *call) {
     if (call->op == HORO_BROADCAST) {
         return 1;
     }
-    int can = hr_op_reduces(call->op) && call->op != HORO_REDUCE && call->reduce_op != HORO_ADASUM;
+    int can = hr_op_is(call->op, HR_OP_REDUCTION) && call->op != HORO_REDUCE && call->reduce_op != HORO_ADASUM;
     can = can && (sums || !is_scaled) && call->reduce_op < HORO_BAND;
     for (int i = 0; i < call->tensor_count && can; i++) {
         /* it has no complex numbers: their parts will do, except for a product */
@@ -161,7 +161,7 @@ static int write_factors(const struct hr_team *team, const struct hr_work *work,
                       HR_STORE_ORDINARY);
     hr_kernel_convert(kernel, HORO_BFLOAT16, &factors[HR_NCCL_BFLOAT16], HORO_FLOAT32, &single, 1, 1.0,
                       HR_STORE_ORDINARY);
-    return hr_op_reduces(work->op) && factor != 1.0;
+    return hr_op_is(work->op, HR_OP_REDUCTION) && factor != 1.0;
 }
 
 /* One operation for each dtype that occurs, where sums are multiplied by more than 1. */

@@ -6,64 +6,44 @@
 
 /* ---- Operations ---- */
 
+enum {
+    MOVES = HR_OP_WITH_TENSORS | HR_OP_MOVING_DATA,
+    MOVES_AHEAD = MOVES | HR_OP_BEGUN_AHEAD,
+    CHANGES_TEAMS = HR_OP_WITH_TENSORS | HR_OP_OF_TEAMS | HR_OP_BEGUN_AHEAD,
+};
+
+struct operation {
+    const char *name;
+    int traits;
+};
+
+static const struct operation operations[HORO_ANY_OP_COUNT] = {
+    [HORO_ALLREDUCE] = {"allreduce", MOVES_AHEAD | HR_OP_REDUCTION},
+    [HORO_ALLGATHER] = {"allgather", MOVES | HR_OP_TELLING_ROWS},
+    [HORO_BROADCAST] = {"broadcast", MOVES_AHEAD | HR_OP_ROOTED},
+    [HORO_BARRIER] = {"barrier", 0},
+    [HORO_ADD_TEAM] = {"add_process_set", CHANGES_TEAMS},
+    [HORO_REMOVE_TEAM] = {"remove_process_set", CHANGES_TEAMS},
+    [HORO_REDUCESCATTER] = {"reducescatter", MOVES_AHEAD | HR_OP_REDUCTION},
+    [HORO_ALLTOALL] = {"alltoall", MOVES | HR_OP_EXCHANGE | HR_OP_TELLING_ROWS},
+    [HORO_JOIN] = {"join", HR_OP_LAST},
+    [HORO_REDUCE] = {"reduce", MOVES_AHEAD | HR_OP_REDUCTION | HR_OP_ROOTED},
+    [HORO_GATHER] = {"gather", MOVES_AHEAD | HR_OP_EXCHANGE | HR_OP_ROOTED},
+    [HORO_SCATTER] = {"scatter", MOVES_AHEAD | HR_OP_EXCHANGE | HR_OP_ROOTED},
+    [HORO_SEND] = {"send", MOVES_AHEAD | HR_OP_OF_PAIRS},
+    [HORO_RECEIVE] = {"receive", MOVES_AHEAD | HR_OP_OF_PAIRS},
+};
+
+static int is_operation(int op) {
+    return op >= 0 && op < HORO_ANY_OP_COUNT;
+}
+
+int hr_op_is(int op, enum hr_op_trait trait) {
+    return is_operation(op) && (operations[op].traits & (int)trait) != 0;
+}
+
 const char *hr_op_name(int op) {
-    static const char *const names[HORO_ANY_OP_COUNT] = {
-        [HORO_ALLREDUCE] = "allreduce",
-        [HORO_ALLGATHER] = "allgather",
-        [HORO_BROADCAST] = "broadcast",
-        [HORO_BARRIER] = "barrier",
-        [HORO_ADD_TEAM] = "add_process_set",
-        [HORO_REMOVE_TEAM] = "remove_process_set",
-        [HORO_REDUCESCATTER] = "reducescatter",
-        [HORO_ALLTOALL] = "alltoall",
-        [HORO_JOIN] = "join",
-        [HORO_REDUCE] = "reduce",
-        [HORO_GATHER] = "gather",
-        [HORO_SCATTER] = "scatter",
-        [HORO_SEND] = "send",
-        [HORO_RECEIVE] = "receive",
-    };
-    return op >= 0 && op < HORO_ANY_OP_COUNT ? names[op] : "unknown operation";
-}
-
-int hr_op_reduces(int op) {
-    return op == HORO_ALLREDUCE || op == HORO_REDUCESCATTER || op == HORO_REDUCE;
-}
-
-int hr_op_has_root(int op) {
-    return op == HORO_BROADCAST || op == HORO_REDUCE || op == HORO_GATHER || op == HORO_SCATTER;
-}
-
-int hr_op_exchanges(int op) {
-    return op == HORO_ALLTOALL || op == HORO_GATHER || op == HORO_SCATTER;
-}
-
-int hr_op_tells_rows(int op) {
-    return op == HORO_ALLGATHER || op == HORO_ALLTOALL;
-}
-
-int hr_op_has_tensors(int op) {
-    return op != HORO_BARRIER && op != HORO_JOIN;
-}
-
-int hr_op_is_of_teams(int op) {
-    return op == HORO_ADD_TEAM || op == HORO_REMOVE_TEAM;
-}
-
-int hr_op_is_last(int op) {
-    return op == HORO_JOIN;
-}
-
-int hr_op_is_begun_ahead(int op) {
-    return hr_op_has_tensors(op) && !hr_op_tells_rows(op);
-}
-
-int hr_op_is_of_pairs(int op) {
-    return op == HORO_SEND || op == HORO_RECEIVE;
-}
-
-int hr_op_moves_data(int op) {
-    return hr_op_has_tensors(op) && !hr_op_is_of_teams(op);
+    return is_operation(op) ? operations[op].name : "unknown operation";
 }
 
 size_t hr_name_call(uint64_t number, char *name) {

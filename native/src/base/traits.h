@@ -8,45 +8,31 @@
 
 /* ---- Operations ---- */
 
-/* The names of the operations in messages. */
+/* Traits of operations, as bits; traits.c has those of each. */
+enum hr_op_trait {
+    HR_OP_REDUCTION = 1 << 0, /* it combines values, so that it has a reduction, factors, and dtypes to travel as */
+    HR_OP_ROOTED = 1 << 1,    /* one rank gives to all, or gets of all */
+    /* each rank has something else for each: an alltoall, or one in which only the root has or gets something */
+    HR_OP_EXCHANGE = 1 << 2,
+    /* each rank tells all others of rows, which may differ by rank and time, and gets results of their size */
+    HR_OP_TELLING_ROWS = 1 << 3,
+    /* it moves data, or says which teams there are; else all that there is to it is that all have submitted it */
+    HR_OP_WITH_TENSORS = 1 << 4,
+    HR_OP_MOVING_DATA = 1 << 5,
+    HR_OP_BEGUN_AHEAD = 1 << 6, /* before it is agreed on: not without data, or with sizes of other ranks */
+    HR_OP_OF_TEAMS = 1 << 7,    /* it changes which teams there are */
+    HR_OP_LAST = 1 << 8,        /* a rank that submits it has nothing more to submit until all have done so */
+    HR_OP_OF_PAIRS = 1 << 9,    /* between two ranks alone, outside all agreement */
+};
+/* Whether it has this trait; no operation that is unknown has any. */
+int hr_op_is(int op, enum hr_op_trait trait);
 
 /* "allreduce"; "unknown operation" for an unknown one. */
 const char *hr_op_name(int op);
 
-/* Whether it combines values, so that it has a reduction, factors, and dtypes to travel as. */
-int hr_op_reduces(int op);
-
-/* Whether one rank gives to all, or gets of all. */
-int hr_op_has_root(int op);
-
-/* Whether each rank has something else for each: an alltoall, or one in which only the root has or gets something. */
-int hr_op_exchanges(int op);
-
-/*
- * Whether each rank tells all others of rows, which may differ by rank and time, and gets results whose size comes of
- * them.
- */
-int hr_op_tells_rows(int op);
-
-/* Whether it moves data, or says which teams there are; else all that there is to it is that all have submitted it. */
-int hr_op_has_tensors(int op);
-
-/* Whether who submits it has nothing more to submit until all have done so; and the name of the requests for it. */
+/* The names of the requests to join, and of those that change which teams there are. */
 #define HR_JOIN_NAME "join.noname"
-int hr_op_is_last(int op);
-
-/* Whether it changes which teams there are, and moves no data; and the name of the requests for it. */
 #define HR_CHANGE_NAME "add_process_set or remove_process_set"
-int hr_op_is_of_teams(int op);
-
-/* Whether its batch is begun before it is agreed on: not without data, or with sizes of other ranks. */
-int hr_op_is_begun_ahead(int op);
-
-/* Whether it is between two ranks alone, outside all agreement. */
-int hr_op_is_of_pairs(int op);
-
-/* Whether it moves data. */
-int hr_op_moves_data(int op);
 
 /* The name of an ordered call here, by its number: "call 17". Returns its bytes without the terminator. */
 enum { HR_CALL_NAME_BYTES = 32 };

@@ -60,8 +60,6 @@ static const struct hr_segments_ops one_host = {.fill = fill, .keep = keep, .dra
  * from and to the result. That is nobody else's business: what travels is the same.
  */
 
-enum { ROUNDING_BYTES = 2 * HR_LINE }; /* a share is at most so much longer than the mean */
-
 /* The place that a share travels from and to without a slot, or NULL. */
 static char *direct_place(const struct hr_allgather *run, int rank, struct hr_range share) {
     const struct hr_team *team = run->segments.team;
@@ -76,9 +74,9 @@ static char *direct_place(const struct hr_allgather *run, int rank, struct hr_ra
 
 static struct hr_walk walk_begin(const struct hr_allgather *run, size_t k, int owner) {
     return (struct hr_walk){
+        .team = run->segments.team,
         .by_rank = run->by_rank,
-        .members = &run->members,
-        .unit = HR_LINE,
+        .unit = run->unit,
         .share_count = run->share_count,
         .index = k * (size_t)run->owners + (size_t)owner,
     };
@@ -133,48 +131,33 @@ static void drain_owners(struct hr_segments *segments, size_t k) {
     }
 }
 
-/* The bytes of all parts that one segment takes. */
-static size_t segment_bytes(const struct hr_allgather *run) {
-    const struct hr_team *team = run->segments.team;
-    int needs_slots = team->size > team->host_count;
-    for (int i = 0; i < run->members.count; i++) {
-        needs_slots |= run->by_rank[run->members.ranks[i]].count > 1;
-    }
-    return needs_slots ? (team->tuning.segment - (size_t)run->members.count * ROUNDING_BYTES) * (size_t)run->owners
-                       : (size_t)run->members.count * team->tuning.gather_lone;
-}
+static const struct hr_segments_ops several_hosts = {.fill = fill_owners, .begin = begin, .drain = drain_owners};
 
-static int begin_next_run(struct hr_segments *segments);
-
-static const struct hr_segments_ops several_hosts = {
-    .fill = fill_owners, .begin = begin, .drain = drain_owners, .follow = begin_next_run};
-
-/*
- * Begins the next run of ranks: each part in a slot is rounded up, and a run has so few ranks that this takes half of a
- * slot at most. Nearly always one run has all ranks.
- */
-static int begin_next_run(struct hr_segments *segments) {
-    struct hr_allgather *run = (struct hr_allgather *)segments;
-    struct hr_team *team = segments->team;
+static hr_status begin_between_hosts(struct hr_allgather *run) {
+    struct hr_team *team = run->segments.team;
+    const size_t parts = HR_SEGMENTS_TRAVELLING_MAX * (size_t)team->host_count;
+    size_t rounding;
     size_t total = 0;
-    if (!hr_members_advance(&run->members, team, team->tuning.segment / (2 * ROUNDING_BYTES))) {
-        return 0;
-    }
-    for (int i = 0; i < run->members.count; i++) {
-        total += run->by_rank[run->members.ranks[i]].bytes;
+    int needs_slots = team->size > team->host_count;
+    HR_TRY(hr_segments_reserve_scratch(team, parts * sizeof *run->parts));
+    HR_TRY(hr_segments_choose_unit(team, (size_t)team->size, &run->unit, &rounding));
+    run->parts = (struct hr_cross_part *)(void *)team->cross_scratch;
+    for (int r = 0; r < team->size; r++) {
+        total += run->by_rank[r].bytes;
+        needs_slots |= run->by_rank[r].count > 1;
     }
     run->owners = total <= team->tuning.gather_spread ? 1 : team->owner_count;
     run->cross = total <= team->tuning.gather_doubling ? &hr_cross_gather_doubling : &hr_cross_gather_ring;
-    const size_t count = hr_divide_up(total, segment_bytes(run));
+    /* the bytes of all parts that one segment takes */
+    const size_t at_once = needs_slots ? (team->tuning.segment - rounding) * (size_t)run->owners
+                                       : (size_t)team->size * team->tuning.gather_lone;
+    const size_t count = hr_divide_up(total, at_once);
     run->share_count = count * (size_t)run->owners;
-    run->segments = (struct hr_segments){
-        .team = team,
-        .ops = &several_hosts,
-        .carries = team->local_rank < run->owners,
-        .drain_phase = HR_PHASE_REDUCED,
-    };
+    run->segments.ops = &several_hosts;
+    run->segments.carries = team->local_rank < run->owners;
+    run->segments.drain_phase = HR_PHASE_REDUCED;
     hr_segments_begin(&run->segments, count);
-    return 1;
+    return HORO_OK;
 }
 
 /* ---- The beginning ---- */
@@ -182,11 +165,7 @@ static int begin_next_run(struct hr_segments *segments) {
 hr_status hr_allgather_begin(struct hr_allgather *run, struct hr_team *team, const struct hr_fused *by_rank) {
     *run = (struct hr_allgather){.segments = {.team = team}, .by_rank = by_rank};
     if (team->host_count > 1) {
-        const size_t parts = HR_SEGMENTS_TRAVELLING_MAX * (size_t)team->host_count;
-        HR_TRY(hr_segments_reserve_scratch(team, parts * sizeof *run->parts));
-        run->parts = (struct hr_cross_part *)(void *)team->cross_scratch;
-        (void)begin_next_run(&run->segments);
-        return HORO_OK;
+        return begin_between_hosts(run);
     }
     size_t count = 0;
     size_t total = 0;

@@ -246,38 +246,21 @@ static const struct hr_segments_ops flat = {.fill = flat_fill, .drain = flat_dra
 /* ---- One rank ---- */
 
 /* Packs what would travel all the same, so that a script sees what it would see with more ranks. */
-static void run_alone_packed(const struct hr_allreduce *run) {
+static void run_alone(const struct hr_allreduce *run) {
     const struct hr_fused *fused = &run->fused;
     const struct hr_codec *codec = fused->codec;
     const struct hr_kernel *kernel = run->segments.team->node->kernel;
     char packed[HR_FLAT_MAX];
+    if (codec->is_plain && run->prescale == 1.0 && !hr_scale_changes(run->postscale)) {
+        hr_fused_put(fused, 0, fused->bytes, NULL, kernel, HR_STORE_ORDINARY);
+        return;
+    }
     for (size_t at = 0; at < fused->bytes; at += sizeof packed) {
         const size_t bytes = hr_smaller(fused->bytes - at, sizeof packed);
         hr_fused_pack(fused, at, bytes, packed, kernel, run->prescale, HR_STORE_ORDINARY);
-        if (hr_scale_changes(run->postscale)) {
-            hr_kernel_scale(kernel, codec->wire_dtype, packed, packed, bytes / codec->wire_bytes, run->postscale,
-                            HR_STORE_ORDINARY);
-        }
+        hr_kernel_scale(kernel, codec->wire_dtype, packed, packed, bytes / codec->wire_bytes, run->postscale,
+                        HR_STORE_ORDINARY);
         hr_fused_unpack(fused, at, bytes, packed, kernel);
-    }
-}
-
-static void run_alone(const struct hr_allreduce *run) {
-    const struct hr_kernel *kernel = run->segments.team->node->kernel;
-    const int dtype = run->fused.codec->dtype;
-    for (size_t i = 0; i < run->fused.count; i++) {
-        const struct hr_piece *piece = &run->fused.pieces[i];
-        if (piece->output != piece->input) {
-            kernel->copy(piece->output, piece->input, piece->bytes, HR_STORE_ORDINARY);
-        }
-        if (run->prescale != 1.0) {
-            hr_kernel_scale(kernel, dtype, piece->output, piece->output, piece->count, hr_scale_by(run->prescale),
-                            HR_STORE_ORDINARY);
-        }
-        if (hr_scale_changes(run->postscale)) {
-            hr_kernel_scale(kernel, dtype, piece->output, piece->output, piece->count, run->postscale,
-                            HR_STORE_ORDINARY);
-        }
     }
 }
 
@@ -305,8 +288,8 @@ hr_status hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, con
         .owners = fused->bytes <= team->tuning.flat ? 1 : team->owner_count,
     };
     struct hr_segments *segments = &run->segments;
-    if (team->size == 1 && fused->bytes > 0) {
-        (fused->codec->is_plain ? run_alone : run_alone_packed)(run);
+    if (team->size == 1) {
+        run_alone(run);
     }
     if (team->size == 1 || fused->bytes == 0) {
         hr_segments_begin(segments, 0);

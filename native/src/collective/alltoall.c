@@ -56,20 +56,13 @@ static size_t room_for(const struct hr_alltoall *run, int s, int end, size_t cou
     return bytes;
 }
 
-/*
- * So many segments that what each rank shows fits its slot; a share is at most two units longer than the mean.
- * HORO_ERR_RESOURCE for so many ranks that a slot has no room for that.
- */
+/* So many segments that what each rank shows fits its slot. */
 static hr_status cut_shares(struct hr_alltoall *run, size_t *count) {
     const struct hr_team *team = run->segments.team;
     const size_t segment = team->tuning.segment;
-    const size_t others = (size_t)team->size - 1;
     size_t most = 0;
-    run->unit = 2 * others * HR_LINE <= segment / 2 ? HR_LINE : 1;
-    const size_t rounding = 2 * others * run->unit;
-    if (rounding >= segment) {
-        return HORO_ERR_RESOURCE;
-    }
+    size_t rounding;
+    HR_TRY(hr_segments_choose_unit(team, (size_t)team->size - 1, &run->unit, &rounding));
     for (int s = 0; s < team->size; s++) {
         size_t bytes = 0;
         for (int d = 0; d < team->size; d++) {
@@ -320,25 +313,18 @@ static void measure_traffic(const struct hr_alltoall *run) {
     }
 }
 
-/*
- * So many segments that all shares find room in the slots of every host; a share is at most two units longer than the
- * mean. HORO_ERR_RESOURCE for so many hosts that a slot has no room for that.
- */
+/* So many segments that all shares find room in the slots of every host. */
 static hr_status count_segments(struct hr_alltoall *run, size_t *count) {
     const struct hr_team *team = run->segments.team;
-    const size_t segment = team->tuning.segment;
     size_t streams = 0;
     size_t bytes = 0;
     for (int host = 0; host < team->host_count; host++) {
         streams = run->traffic[host].streams > streams ? run->traffic[host].streams : streams;
         bytes = run->traffic[host].bytes > bytes ? run->traffic[host].bytes : bytes;
     }
-    run->unit = 2 * streams * HR_LINE <= segment / 2 ? HR_LINE : 1;
-    const size_t rounding = 2 * streams * run->unit;
-    if (rounding >= segment) {
-        return HORO_ERR_RESOURCE;
-    }
-    *count = hr_divide_up(bytes, (segment - rounding) * (size_t)run->owners);
+    size_t rounding;
+    HR_TRY(hr_segments_choose_unit(team, streams, &run->unit, &rounding));
+    *count = hr_divide_up(bytes, (team->tuning.segment - rounding) * (size_t)run->owners);
     return HORO_OK;
 }
 

@@ -39,11 +39,10 @@ struct hr_allgather {
     const struct hr_fused *by_rank;
     enum hr_store store;        /* on one host, as the next */
     enum hr_store result_store;
-    struct hr_members members;  /* between hosts */
+    size_t unit;                /* between hosts, as what follows: of shares */
     int owners;
     size_t share_count;
     const struct hr_cross_ops *cross;
-    struct hr_traffic *traffic;  /* [host_count] */
     struct hr_cross_part *parts; /* [HR_SEGMENTS_TRAVELLING_MAX][host_count] */
 };
 
@@ -87,7 +86,7 @@ struct hr_reducescatter {
     size_t region_bytes;        /* of each owner in a slot */
     size_t piece_scratch_bytes; /* several hosts: for the pieces of one segment that travels, */
     size_t scratch_bytes;       /* and for its parts as well */
-    struct hr_members members;
+    size_t unit;                /* of shares */
     size_t share_count;
 };
 

@@ -25,9 +25,9 @@ static int packs_own(const struct hr_reducescatter *run) {
 /* `at` is the place in a slot. */
 static struct hr_walk walk_begin(const struct hr_reducescatter *run, size_t k, int owner) {
     return (struct hr_walk){
+        .team = run->segments.team,
         .by_rank = run->by_rank,
-        .members = &run->members,
-        .unit = HR_LINE,
+        .unit = run->unit,
         .share_count = run->share_count,
         .index = k * (size_t)run->owners + (size_t)owner,
         .at = (size_t)owner * run->region_bytes,
@@ -166,83 +166,72 @@ static void drain_regions(struct hr_segments *segments, size_t k) {
 
 /* ---- The task ---- */
 
-static int begin_next_run(struct hr_segments *segments);
+static const struct hr_segments_ops one_host = {.fill = fill, .drain = drain};
+static const struct hr_segments_ops several_hosts = {
+    .fill = fill, .reduce = reduce_region, .begin = begin, .finish = finish, .drain = drain_regions};
 
-static const struct hr_segments_ops one_host = {.fill = fill, .drain = drain, .follow = begin_next_run};
-static const struct hr_segments_ops several_hosts = {.fill = fill,
-                                                     .reduce = reduce_region,
-                                                     .begin = begin,
-                                                     .finish = finish,
-                                                     .drain = drain_regions,
-                                                     .follow = begin_next_run};
-
-/* Of as many ranks as a slot has room for a unit of each. */
-static int begin_next_run(struct hr_segments *segments) {
-    struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
-    struct hr_team *team = segments->team;
-    const size_t units = run->region_bytes / HR_LINE;
-    if (!hr_members_advance(&run->members, team, units)) {
-        return 0;
-    }
-    size_t longest = 0;
-    size_t total = 0;
-    size_t receivers = 0; /* of a reduce the root alone */
-    for (int i = 0; i < run->members.count; i++) {
-        const size_t bytes = run->by_rank[run->members.ranks[i]].bytes;
-        const size_t part = hr_divide_up(bytes, HR_LINE);
-        longest = part > longest ? part : longest;
-        total += bytes;
-        receivers += bytes > 0;
-    }
-    const size_t share_units = units / (receivers == 0 ? 1 : receivers);
-    const size_t count = hr_divide_up(longest, share_units * (size_t)run->owners);
-    run->share_count = count * (size_t)run->owners;
-    run->segments = (struct hr_segments){
-        .team = team,
-        .ops = team->host_count == 1 ? &one_host : &several_hosts,
-        .carries = owns(run),
-        .drain_phase = team->host_count == 1 ? HR_PHASE_FILLED : HR_PHASE_REDUCED,
-    };
-    if (team->host_count == 1 && total >= team->tuning.stream) {
-        run->segments.trial = hr_store_try(&team->scatter_stores, total);
-        run->store = run->segments.trial.store;
-    }
-    hr_segments_begin(&run->segments, count);
-    return 1;
+static hr_status begin_between_hosts(struct hr_reducescatter *run) {
+    struct hr_team *team = run->segments.team;
+    const struct hr_tuning *tuning = &team->tuning;
+    const size_t value_bytes = run->codec->wire_bytes;
+    const size_t small_most = run->region_bytes < tuning->doubling ? run->region_bytes : tuning->doubling;
+    const size_t small =
+        hr_cross_scratch_bytes(&hr_cross_doubling, team->host_count, value_bytes, small_most, tuning->piece);
+    const size_t large = hr_cross_scratch_bytes(&hr_cross_scatter_ring, team->host_count, value_bytes,
+                                                run->region_bytes, tuning->piece);
+    run->partial_scale = hr_partial_scale(run->codec, run->reduce_op, run->postscale.factor);
+    run->postscale.factor /= run->partial_scale;
+    run->piece_scratch_bytes = hr_round_up(small > large ? small : large, HR_CROSS_ALIGNMENT);
+    run->scratch_bytes = hr_round_up(
+        run->piece_scratch_bytes + (size_t)team->host_count * sizeof(struct hr_cross_part), HR_CROSS_ALIGNMENT);
+    run->segments.ops = &several_hosts;
+    run->segments.drain_phase = HR_PHASE_REDUCED;
+    return hr_segments_reserve_scratch(team, HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes);
 }
 
 hr_status hr_reducescatter_begin(struct hr_reducescatter *run, struct hr_team *team, const struct hr_fused *by_rank,
                                  int reduce_op, double prescale, struct hr_scale postscale) {
     const struct hr_codec *codec = by_rank[0].codec;
-    const size_t units = team->tuning.segment / HR_LINE;
-    const int owners_most = team->host_count == 1 ? 1 : team->owner_count;
-    const int owners = units < (size_t)owners_most ? (int)units : owners_most;
+    size_t longest = 0;
+    size_t total = 0;
+    size_t receivers = 0; /* of a reduce the root alone */
+    for (int r = 0; r < team->size; r++) {
+        longest = by_rank[r].bytes > longest ? by_rank[r].bytes : longest;
+        total += by_rank[r].bytes;
+        receivers += by_rank[r].bytes > 0;
+    }
+    receivers += receivers == 0;
+    /* the region of an owner has room for a unit of each: a line, or a value where there are too many */
+    const size_t owners_most = team->host_count == 1 ? 1 : (size_t)team->owner_count;
+    const size_t unit = receivers * owners_most * HR_LINE <= team->tuning.segment ? HR_LINE : codec->wire_bytes;
+    const size_t owners = hr_smaller(owners_most, team->tuning.segment / unit / receivers);
+    if (owners == 0) {
+        return HORO_ERR_RESOURCE;
+    }
     *run = (struct hr_reducescatter){
-        .segments = {.team = team},
+        .segments = {.team = team,
+                     .ops = &one_host,
+                     .carries = (size_t)team->local_rank < owners,
+                     .drain_phase = HR_PHASE_FILLED},
         .by_rank = by_rank,
         .codec = codec,
         .reduce_op = reduce_op,
         .prescale = prescale,
         .partial_scale = 1.0,
         .postscale = postscale,
-        .owners = owners,
-        .region_bytes = units / (size_t)owners * HR_LINE,
+        .owners = (int)owners,
+        .region_bytes = team->tuning.segment / unit / owners * unit,
+        .unit = unit,
     };
     if (team->host_count > 1) {
-        run->partial_scale = hr_partial_scale(codec, reduce_op, postscale.factor);
-        run->postscale.factor /= run->partial_scale;
-        const struct hr_tuning *tuning = &team->tuning;
-        const size_t value_bytes = run->codec->wire_bytes;
-        const size_t small_most = run->region_bytes < tuning->doubling ? run->region_bytes : tuning->doubling;
-        const size_t small =
-            hr_cross_scratch_bytes(&hr_cross_doubling, team->host_count, value_bytes, small_most, tuning->piece);
-        const size_t large = hr_cross_scratch_bytes(&hr_cross_scatter_ring, team->host_count, value_bytes,
-                                                    run->region_bytes, tuning->piece);
-        run->piece_scratch_bytes = hr_round_up(small > large ? small : large, HR_CROSS_ALIGNMENT);
-        run->scratch_bytes = hr_round_up(
-            run->piece_scratch_bytes + (size_t)team->host_count * sizeof(struct hr_cross_part), HR_CROSS_ALIGNMENT);
-        HR_TRY(hr_segments_reserve_scratch(team, HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes));
+        HR_TRY(begin_between_hosts(run));
+    } else if (total >= team->tuning.stream) {
+        run->segments.trial = hr_store_try(&team->scatter_stores, total);
+        run->store = run->segments.trial.store;
     }
-    (void)begin_next_run(&run->segments);
+    const size_t at_once = run->region_bytes / unit / receivers * owners; /* units of each rank in a segment */
+    const size_t count = hr_divide_up(hr_divide_up(longest, unit), at_once);
+    run->share_count = count * owners;
+    hr_segments_begin(&run->segments, count);
     return HORO_OK;
 }

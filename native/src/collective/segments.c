@@ -20,6 +20,13 @@ hr_status hr_segments_reserve_scratch(struct hr_team *team, size_t bytes) {
     return HORO_OK;
 }
 
+hr_status hr_segments_choose_unit(const struct hr_team *team, size_t shares, size_t *unit, size_t *rounding) {
+    const size_t segment = team->tuning.segment;
+    *unit = 2 * shares * HR_LINE <= segment / 2 ? HR_LINE : 1;
+    *rounding = 2 * shares * *unit;
+    return *rounding < segment ? HORO_OK : HORO_ERR_RESOURCE;
+}
+
 static struct hr_cross *cross_of(struct hr_segments *segments, size_t k) {
     return &segments->cross[k % HR_SEGMENTS_TRAVELLING_MAX];
 }
@@ -168,18 +175,17 @@ static int advance_between_hosts(struct hr_segments *segments) {
 
 static int progress(struct hr_task *task) {
     struct hr_segments *segments = (struct hr_segments *)task;
-    if (segments->drained < segments->count) {
-        const int moved =
-            segments->ops->begin == NULL ? advance_on_one_host(segments) : advance_between_hosts(segments);
-        if (moved != HR_MOVED || segments->drained < segments->count) {
-            return moved;
-        }
-        if (segments->trial.costs != NULL) {
-            hr_store_learn(&segments->trial, hr_now_ns() - segments->trial.ns);
-        }
+    if (segments->drained == segments->count) {
+        return HR_DONE;
     }
-    const int follows = segments->ops != NULL && segments->ops->follow != NULL && segments->ops->follow(segments);
-    return follows ? HR_MOVED : HR_DONE;
+    const int moved = segments->ops->begin == NULL ? advance_on_one_host(segments) : advance_between_hosts(segments);
+    if (moved != HR_MOVED || segments->drained < segments->count) {
+        return moved;
+    }
+    if (segments->trial.costs != NULL) {
+        hr_store_learn(&segments->trial, hr_now_ns() - segments->trial.ns);
+    }
+    return HR_DONE;
 }
 
 static void cancel(struct hr_task *task) {

@@ -59,11 +59,6 @@ struct hr_segments_ops {
     void (*drain)(struct hr_segments *segments, size_t k);
     /* drain of k, then fill of k + 2, in one pass; NULL: they are two. On one host. */
     void (*exchange)(struct hr_segments *segments, size_t k);
-    /*
-     * Asked when all segments are drained: hr_segments_begin of what follows, and 1; 0 if nothing does. NULL: nothing
-     * ever does.
-     */
-    int (*follow)(struct hr_segments *segments);
 };
 
 /* The first member of every collective that runs so. Zeroed but for the first group of fields. */
@@ -124,37 +119,25 @@ static inline struct hr_cross_call hr_cross_call_of(const struct hr_team *team, 
  */
 hr_status hr_segments_reserve_scratch(struct hr_team *team, size_t bytes);
 
-/* ---- The ranks whose parts pass the slots, for collectives in which each has one ---- */
+/* ---- Shares in a slot, for collectives in which each rank has one there ---- */
 
 /*
- * The ranks whose parts pass the slots now, in order of hosts: all, unless there are more than have room there at once.
- * Then one run over the slots follows the other.
+ * The unit of shares of which so many lie in a slot at once: lines, unless that would take more than half of the slot.
+ * A share is at most two units longer than the mean: *rounding is the room for that. HORO_ERR_RESOURCE for so many
+ * that a slot has none.
  */
-struct hr_members {
-    const int *ranks;
-    int count;
-    int next; /* place in team->rank_by_host of the first rank of the next run */
-};
-
-/* The next ranks, at most so many (>= 1) at once; 0 if all have had their run. */
-static inline int hr_members_advance(struct hr_members *members, const struct hr_team *team, size_t at_once) {
-    const size_t left = (size_t)(team->size - members->next);
-    members->ranks = team->rank_by_host + members->next;
-    members->count = (int)(left < at_once ? left : at_once);
-    members->next += members->count;
-    return members->count;
-}
+hr_status hr_segments_choose_unit(const struct hr_team *team, size_t shares, size_t *unit, size_t *rounding);
 
 /*
  * Goes through what one owner carries in one segment: whose share it is, which bytes of that rank's part, where it lies
  * behind the first one. Zeroed but for the first five.
  */
 struct hr_walk {
+    const struct hr_team *team;
     const struct hr_fused *by_rank;
-    const struct hr_members *members;
     size_t unit, share_count; /* of shares */
     size_t index;             /* of the share in each part */
-    int next;                 /* of members->ranks */
+    int next;                 /* of team->rank_by_host */
     int rank;
     struct hr_range share;
     size_t at;
@@ -162,11 +145,11 @@ struct hr_walk {
 
 /* 1, or 0 behind the last one. */
 static inline int hr_walk_on(struct hr_walk *walk) {
-    if (walk->next == walk->members->count) {
+    if (walk->next == walk->team->size) {
         return 0;
     }
     walk->at += walk->share.bytes;
-    walk->rank = walk->members->ranks[walk->next++];
+    walk->rank = walk->team->rank_by_host[walk->next++];
     walk->share = hr_units(walk->unit, walk->by_rank[walk->rank].bytes, walk->index, walk->share_count);
     return 1;
 }

@@ -186,7 +186,6 @@ static hr_status init_parts(struct hr_engine *engine, struct hr_team *world, str
     struct hr_drive *drive = &engine->drive;
     hr_drive_add(drive, &engine->leaving.part, &hr_part_end, engine);
     hr_drive_add(drive, &engine->submissions, &SUBMISSIONS, engine);
-    hr_drive_add(drive, &engine->gpu, &hr_part_gpu, engine);
     hr_drive_add(drive, &engine->lanes[0]->part, &hr_part_lane, engine->lanes[0]);
     hr_pairs_init(&engine->pairs, &engine->requests, setup->direct_bytes > 0,
                   engine->lanes[0]->is_leader && world->host_count > 1 ? hr_leader_carrier(&engine->lanes[0]->leader)
@@ -278,7 +277,7 @@ static void end(struct hr_engine *engine) {
     if (has_ended) {
         return;
     }
-    hr_gpu_end(engine);
+    hr_gpu_end(engine, hr_leave_has_failed(engine));
     hr_drive_lock(&engine->drive); /* after an abort, others may still call */
     hr_engine_close_links(engine); /* which let go of what is posted before its memory is freed */
     hr_node_close_fds(engine->node);
@@ -304,7 +303,7 @@ void hr_engine_fini(struct hr_engine *engine) {
 
 hr_status hr_engine_submit(struct hr_engine *engine, const horo_request *call, int64_t *handle,
                            struct hr_error *error) {
-    if (hr_op_is_of_teams(call->op) || hr_op_is_of_pairs(call->op) || call->op == HORO_JOIN) {
+    if (hr_op_is(call->op, HR_OP_OF_TEAMS) || hr_op_is(call->op, HR_OP_OF_PAIRS) || call->op == HORO_JOIN) {
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "operation number %d has a function of its own", call->op);
     }
     if (call->name != NULL && strcmp(call->name, HR_JOIN_NAME) == 0) {

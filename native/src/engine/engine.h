@@ -144,8 +144,6 @@ int hr_engine_propose_tuning(struct hr_engine *engine, const uint64_t *values, i
 /* ---- Between the files of the engine ---- */
 
 extern const struct hr_part_ops hr_part_end;         /* leave.c */
-extern const struct hr_part_ops hr_part_gpu;         /* nccl.c */
 extern const struct hr_part_ops hr_part_lane;        /* lane.c */
-
 
 #endif

@@ -96,29 +96,14 @@ HR_INLINE void scale_type(int dtype, uint8_t *dst, const uint8_t *src, size_t co
 
 static void scale_values(int dtype, void *dst, const void *src, size_t count, struct hr_scale scale) {
     switch (dtype) {
-    case HORO_UINT8:
-        scale_type(HORO_UINT8, dst, src, count, scale, 0, UINT8_MAX);
-        break;
-    case HORO_INT8:
-        scale_type(HORO_INT8, dst, src, count, scale, INT8_MIN, INT8_MAX);
-        break;
-    case HORO_INT16:
-        scale_type(HORO_INT16, dst, src, count, scale, INT16_MIN, INT16_MAX);
-        break;
-    case HORO_INT32:
-        scale_type(HORO_INT32, dst, src, count, scale, INT32_MIN, INT32_MAX);
-        break;
-    case HORO_UINT16:
-        scale_type(HORO_UINT16, dst, src, count, scale, 0, UINT16_MAX);
-        break;
-    case HORO_UINT32:
-        scale_type(HORO_UINT32, dst, src, count, scale, 0, UINT32_MAX);
-        break;
-    case HORO_UINT64:
-        scale_type(HORO_UINT64, dst, src, count, scale, 0, 0);
-        break;
-    default:
-        scale_type(HORO_INT64, dst, src, count, scale, INT64_MIN, INT64_MAX);
+    case HORO_UINT8: scale_type(HORO_UINT8, dst, src, count, scale, 0, UINT8_MAX); break;
+    case HORO_INT8: scale_type(HORO_INT8, dst, src, count, scale, INT8_MIN, INT8_MAX); break;
+    case HORO_INT16: scale_type(HORO_INT16, dst, src, count, scale, INT16_MIN, INT16_MAX); break;
+    case HORO_INT32: scale_type(HORO_INT32, dst, src, count, scale, INT32_MIN, INT32_MAX); break;
+    case HORO_UINT16: scale_type(HORO_UINT16, dst, src, count, scale, 0, UINT16_MAX); break;
+    case HORO_UINT32: scale_type(HORO_UINT32, dst, src, count, scale, 0, UINT32_MAX); break;
+    case HORO_UINT64: scale_type(HORO_UINT64, dst, src, count, scale, 0, 0); break;
+    default: scale_type(HORO_INT64, dst, src, count, scale, INT64_MIN, INT64_MAX);
     }
 }
 
@@ -166,22 +151,6 @@ void hr_kernel_reduce(const struct hr_kernel *kernel, int dtype, int reduce_op, 
     }
 }
 
-static void scale_integers(const struct hr_kernel *kernel, int dtype, uint8_t *dst, const uint8_t *src, size_t count,
-                           struct hr_scale scale, enum hr_store store) {
-    if (store == HR_STORE_ORDINARY) {
-        scale_values(dtype, dst, src, count, scale);
-        return;
-    }
-    const size_t bytes = hr_dtype_bytes(dtype);
-    uint8_t block[BLOCK_BYTES];
-    size_t step;
-    for (size_t i = 0; i < count; i += step) {
-        step = hr_smaller(BLOCK_BYTES / bytes, count - i);
-        scale_values(dtype, block, src + i * bytes, step, scale);
-        kernel->copy(dst + i * bytes, block, step * bytes, store);
-    }
-}
-
 void hr_kernel_scale(const struct hr_kernel *kernel, int dtype, void *dst, const void *src, size_t count,
                     struct hr_scale scale, enum hr_store store) {
     if (!hr_scale_changes(scale) || dtype == HORO_BOOL) {
@@ -189,7 +158,7 @@ void hr_kernel_scale(const struct hr_kernel *kernel, int dtype, void *dst, const
             kernel->copy(dst, src, count * hr_dtype_bytes(dtype), store);
         }
     } else if (hr_dtype_is_integer(dtype)) {
-        scale_integers(kernel, dtype, dst, src, count, scale, store);
+        scale_values(dtype, dst, src, count, scale); /* too rare to be stored past the cache */
     } else {
         /* A reduction of one source. The result goes where the store policy applies. */
         const int part = hr_dtype_real(dtype);

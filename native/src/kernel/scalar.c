@@ -4,10 +4,6 @@
  */
 #include "kernel/level.h"
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
-
 /*
  * A macro, since float and double want the same text. NaN wins, from whichever side; of equal values the earlier one
  * stays.
@@ -183,25 +179,10 @@ HR_INLINE void convert(int to, int from, const struct hr_span *span) {
 HR_DEFINE_ALL_OPS
 HR_DEFINE_CONVERSIONS
 
+/* Nothing is stored past the cache: a machine without vectors gains nothing by that. */
 static void level_copy(void *dst, const void *src, size_t bytes, enum hr_store store) {
-    uint8_t *to = dst;
-    const uint8_t *from = src;
-#if defined(__SSE2__)
-    if (store == HR_STORE_STREAM) {
-        const size_t misaligned = -(uintptr_t)to % 16;
-        const size_t head = misaligned < bytes ? misaligned : bytes;
-        memcpy(to, from, head);
-        size_t i = head;
-        for (; bytes - i >= 16; i += 16) {
-            _mm_stream_si128((__m128i *)(to + i), _mm_loadu_si128((const __m128i *)(from + i)));
-        }
-        memcpy(to + i, from + i, bytes - i);
-        _mm_sfence();
-        return;
-    }
-#endif
     (void)store;
-    memcpy(to, from, bytes);
+    memcpy(dst, src, bytes);
 }
 
 enum { EXCHANGE_BYTES = 256 }; /* a few lines at a time: what has been read is still at hand when it is written */

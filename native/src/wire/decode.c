@@ -105,7 +105,7 @@ static uint32_t read_count(struct reader *reader) {
 }
 
 int hr_wire_tensor_bytes(int op, const int64_t *shape, int ndim, int dtype, int64_t *bytes) {
-    if (hr_op_tells_rows(op) && ndim > 0) {
+    if (hr_op_is(op, HR_OP_TELLING_ROWS) && ndim > 0) {
         int64_t row_bytes;
         HR_TRY(hr_shape_bytes(shape + 1, ndim - 1, dtype, &row_bytes));
     }
@@ -115,12 +115,12 @@ int hr_wire_tensor_bytes(int op, const int64_t *shape, int ndim, int dtype, int6
 /* A field that means nothing for the operation has its one canonical value, and no other has a meaning it lacks. */
 static int is_canonical(const struct hr_wire_request *request) {
     const double one = 1.0;
-    const int reduces = hr_op_reduces(request->op);
+    const int reduces = hr_op_is(request->op, HR_OP_REDUCTION);
     return (reduces || (request->reduce_op == 0 && memcmp(&request->prescale, &one, sizeof one) == 0 &&
                         memcmp(&request->postscale, &one, sizeof one) == 0)) &&
-           (!request->on_gpu || hr_op_moves_data(request->op)) &&
+           (!request->on_gpu || hr_op_is(request->op, HR_OP_MOVING_DATA)) &&
            (request->op == HORO_ALLREDUCE || request->reduce_op != HORO_ADASUM) &&
-           (hr_op_has_root(request->op) || request->root_rank == 0);
+           (hr_op_is(request->op, HR_OP_ROOTED) || request->root_rank == 0);
 }
 
 /* Takes all that is left. */
@@ -148,7 +148,8 @@ static void read_request(struct reader *reader, struct hr_wire_request *request)
         const int wire_dtype = read_u8(reader);
         const int ndim = read_u8(reader);
         require(reader, dtype < HORO_ANY_DTYPE_COUNT && ndim <= HORO_DIMS_MAX);
-        require(reader, wire_dtype == 0 || (hr_op_reduces(request->op) && hr_dtype_narrows(dtype, wire_dtype)));
+        require(reader, wire_dtype == 0 ||
+                            (hr_op_is(request->op, HR_OP_REDUCTION) && hr_dtype_narrows(dtype, wire_dtype)));
         int64_t shape[HORO_DIMS_MAX];
         for (int d = 0; d < ndim && !reader->failed; d++) {
             shape[d] = (int64_t)read_u64(reader);
@@ -156,10 +157,10 @@ static void read_request(struct reader *reader, struct hr_wire_request *request)
         int64_t bytes;
         if (!reader->failed) {
             require(reader, hr_wire_tensor_bytes(request->op, shape, ndim, dtype, &bytes) == HORO_OK);
-            require(reader, !hr_op_tells_rows(request->op) || ndim == 0 || shape[0] == 0);
+            require(reader, !hr_op_is(request->op, HR_OP_TELLING_ROWS) || ndim == 0 || shape[0] == 0);
         }
     }
-    if (!reader->failed && hr_op_is_of_teams(request->op)) {
+    if (!reader->failed && hr_op_is(request->op, HR_OP_OF_TEAMS)) {
         /* of teams: the tensor that was checked last is the only one, and its values follow */
         const uint8_t *cursor = request->tensors;
         struct hr_wire_tensor tensor = {0};
@@ -285,7 +286,7 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
         message->rows = read_rows(reader);
         require(reader, message->rank >= 0 && (message->status == HORO_OK || hr_is_error(message->status)));
         read_request(reader, &message->request);
-        require(reader, message->rows.count == 0 || hr_op_tells_rows(message->request.op));
+        require(reader, message->rows.count == 0 || hr_op_is(message->request.op, HR_OP_TELLING_ROWS));
         break;
     case HR_WIRE_ROWS:
         message->id = read_u32(reader);

@@ -82,7 +82,8 @@ size_t hr_wire_request_bytes(const horo_request *request) {
     for (int32_t i = 0; i < request->tensor_count; i++) {
         bytes += TENSOR_FIXED_BYTES + sizeof(int64_t) * (size_t)request->tensors[i].ndim;
     }
-    return hr_op_is_of_teams(request->op) ? bytes + sizeof(int32_t) * (size_t)request->tensors[0].shape[0] : bytes;
+    return hr_op_is(request->op, HR_OP_OF_TEAMS) ? bytes + sizeof(int32_t) * (size_t)request->tensors[0].shape[0]
+                                                 : bytes;
 }
 
 hr_status hr_wire_encode_request(struct hr_buffer *out, const horo_request *request) {
@@ -95,12 +96,12 @@ hr_status hr_wire_encode_request(struct hr_buffer *out, const horo_request *requ
     /*
      * A field that means nothing for this operation gets one fixed value, so that it cannot make two requests differ.
      */
-    const int reduces = hr_op_reduces(request->op);
+    const int reduces = hr_op_is(request->op, HR_OP_REDUCTION);
     *at++ = (uint8_t)request->op;
     *at++ = (uint8_t)(reduces ? request->reduce_op : 0);
-    const int on_gpu = hr_op_moves_data(request->op) && (request->flags & HORO_SUBMIT_ON_GPU) != 0;
+    const int on_gpu = hr_op_is(request->op, HR_OP_MOVING_DATA) && (request->flags & HORO_SUBMIT_ON_GPU) != 0;
     *at++ = (uint8_t)(((request->flags & HORO_SUBMIT_TRANSIENT) != 0) | (on_gpu ? HR_WIRE_ON_GPU : 0));
-    at = write_i32(at, hr_op_has_root(request->op) ? request->root_rank : 0);
+    at = write_i32(at, hr_op_is(request->op, HR_OP_ROOTED) ? request->root_rank : 0);
     at = write_f64(at, reduces ? request->prescale : 1.0);
     at = write_f64(at, reduces ? request->postscale : 1.0);
     at = write_str16(at, name);
@@ -111,11 +112,11 @@ hr_status hr_wire_encode_request(struct hr_buffer *out, const horo_request *requ
         *at++ = (uint8_t)(reduces ? tensor->wire_dtype : 0);
         *at++ = (uint8_t)tensor->ndim;
         for (int32_t d = 0; d < tensor->ndim; d++) {
-            const int is_free = hr_op_tells_rows(request->op) && d == 0;
+            const int is_free = hr_op_is(request->op, HR_OP_TELLING_ROWS) && d == 0;
             at = hr_store_u64(at, is_free ? 0 : (uint64_t)tensor->shape[d]);
         }
     }
-    for (int64_t i = 0; hr_op_is_of_teams(request->op) && i < request->tensors[0].shape[0]; i++) {
+    for (int64_t i = 0; hr_op_is(request->op, HR_OP_OF_TEAMS) && i < request->tensors[0].shape[0]; i++) {
         at = write_i32(at, ((const int32_t *)request->tensors[0].input)[i]);
     }
     return finish(out, at);
@@ -130,7 +131,7 @@ static const int64_t *rows_of(const horo_request *request, int32_t i, int32_t *c
 
 size_t hr_wire_rows_bytes(const horo_request *request) {
     size_t bytes = 0;
-    for (int32_t i = 0; i < request->tensor_count && hr_op_tells_rows(request->op); i++) {
+    for (int32_t i = 0; i < request->tensor_count && hr_op_is(request->op, HR_OP_TELLING_ROWS); i++) {
         int32_t count;
         const int64_t *rows = rows_of(request, i, &count);
         for (int32_t r = 0; r < count; r++) {
@@ -147,7 +148,7 @@ struct hr_wire_rows hr_wire_encode_row(int64_t row, uint8_t *room) {
 struct hr_wire_rows hr_wire_encode_rows(const horo_request *request, uint8_t *room) {
     uint8_t *at = room;
     struct hr_wire_rows written = {.data = room};
-    if (!hr_op_tells_rows(request->op)) {
+    if (!hr_op_is(request->op, HR_OP_TELLING_ROWS)) {
         return (struct hr_wire_rows){0};
     }
     for (int32_t i = 0; i < request->tensor_count; i++) {

@@ -1,4 +1,4 @@
-#include "base/meter.h"
+#include "base/clock.h"
 
 #include "shim.h"
 

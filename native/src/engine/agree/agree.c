@@ -122,7 +122,7 @@ int hr_agree_announce_request(struct hr_agree *agree, int member, const struct h
         HR_TRY(hr_agree_set_failure(entry, message->status, message->text.data, message->text.bytes));
     }
     HR_TRY(compare_in(agree, entry, &request));
-    if (hr_op_is_last(message->request.op)) {
+    if (hr_op_is(message->request.op, HR_OP_LAST)) {
         HR_TRY(hr_agree_begin_absence(agree, entry));
     }
     return hr_agree_complete_if_all(agree, entry);
@@ -291,8 +291,8 @@ static int may_share(const struct hr_agree_kind *a, const struct hr_agree_kind *
     if (a->op == HORO_BROADCAST) {
         return 1; /* moved as bytes */
     }
-    return hr_op_reduces(a->op) && a->dtypes >= 0 && a->dtypes == b->dtypes && a->reduce_op == b->reduce_op &&
-           a->prescale == b->prescale && a->postscale == b->postscale;
+    return hr_op_is(a->op, HR_OP_REDUCTION) && a->dtypes >= 0 && a->dtypes == b->dtypes &&
+           a->reduce_op == b->reduce_op && a->prescale == b->prescale && a->postscale == b->postscale;
 }
 
 /*

@@ -318,7 +318,7 @@ int hr_agree_keep(struct hr_agree_entry *entry, const struct hr_agree_copy *requ
 /* ---- The rows of an allgather or alltoall, from the announcements of the members to the record ---- */
 
 uint64_t hr_agree_rows_told(const struct hr_agree *agree, const struct hr_wire_request *request) {
-    if (!hr_op_tells_rows(request->op)) {
+    if (!hr_op_is(request->op, HR_OP_TELLING_ROWS)) {
         return 0;
     }
     return (uint64_t)request->tensor_count * (request->op == HORO_ALLTOALL ? (uint64_t)agree->config.team_size : 1);

@@ -45,12 +45,12 @@ static void refuse(const struct hr_agree *agree, const struct hr_agree_entry *en
                        "%s '%s': rank %d has joined, and the rows that fall to it would be lost; use an allreduce, or "
                        "let all ranks take part before they join",
                        op, entry->name, rank);
-    } else if (hr_op_exchanges(request.op) || request.op == HORO_REDUCE) {
+    } else if (hr_op_is(request.op, HR_OP_EXCHANGE) || request.op == HORO_REDUCE) {
         (void)snprintf(text, text_bytes,
                        "%s '%s': rank %d has joined and can neither send nor receive anything; let all ranks take part "
                        "before they join",
                        op, entry->name, rank);
-    } else if (hr_op_is_of_teams(request.op)) {
+    } else if (hr_op_is(request.op, HR_OP_OF_TEAMS)) {
         (void)snprintf(text, text_bytes, "%s: rank %d has joined, and all ranks must call it; call it before or after",
                        op, rank);
     } else if (request.op == HORO_ALLREDUCE && request.prescale != 1.0 &&

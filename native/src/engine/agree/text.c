@@ -31,7 +31,7 @@ static const char *reduce_name(int reduce_op) {
 static void describe(const struct hr_wire_tensor *tensor, int op, char *text) {
     (void)hr_wire_describe_tensor(tensor, text, VALUE_BYTES);
     char *first = strchr(text, '[');
-    if (hr_op_tells_rows(op) && first != NULL && first[1] == '0') {
+    if (hr_op_is(op, HR_OP_TELLING_ROWS) && first != NULL && first[1] == '0') {
         first[1] = '*';
     }
 }
@@ -103,7 +103,7 @@ static void describe_difference(const struct hr_wire_request *a, const struct hr
                                 char *a_text, char *b_text) {
     uint32_t index = 0;
     prefix[0] = '\0';
-    if (hr_op_is_of_teams(a->op) || hr_op_is_of_teams(b->op)) {
+    if (hr_op_is(a->op, HR_OP_OF_TEAMS) || hr_op_is(b->op, HR_OP_OF_TEAMS)) {
         const uint32_t count = a->value_count < b->value_count ? a->value_count : b->value_count;
         uint32_t difference = 0;
         while (a->op == b->op && difference < count &&
@@ -151,7 +151,7 @@ static void describe_call(const struct hr_wire_request *request, char *text) {
         char value[VALUE_BYTES / 2];
         hr_wire_next_tensor(&cursor, &tensor);
         char *first = strchr(hr_wire_describe_tensor(&tensor, value, sizeof value), '[');
-        if (hr_op_tells_rows(request->op) && first != NULL && first[1] == '0') {
+        if (hr_op_is(request->op, HR_OP_TELLING_ROWS) && first != NULL && first[1] == '0') {
             first[1] = '*';
         }
         used += (size_t)snprintf(text + used, VALUE_BYTES - used, "%s", value);
@@ -159,10 +159,10 @@ static void describe_call(const struct hr_wire_request *request, char *text) {
     if (request->tensor_count > 1) {
         used += (size_t)snprintf(text + used, VALUE_BYTES - used, " and %u more", request->tensor_count - 1);
     }
-    if (hr_op_reduces(request->op)) {
+    if (hr_op_is(request->op, HR_OP_REDUCTION)) {
         used += (size_t)snprintf(text + used, VALUE_BYTES - used, ", %s", reduce_name(request->reduce_op));
     }
-    if (hr_op_has_root(request->op)) {
+    if (hr_op_is(request->op, HR_OP_ROOTED)) {
         used += (size_t)snprintf(text + used, VALUE_BYTES - used, ", root %d", request->root_rank);
     }
     (void)snprintf(text + used, VALUE_BYTES - used, ")");
@@ -194,7 +194,7 @@ void hr_agree_mismatch_text(const struct hr_agree_config *config, const struct h
                        is_told ? "" : ", ", is_told ? "" : b_text);
         return;
     }
-    if (hr_op_is_of_teams(a.op) || hr_op_is_of_teams(b.op)) {
+    if (hr_op_is(a.op, HR_OP_OF_TEAMS) || hr_op_is(b.op, HR_OP_OF_TEAMS)) {
         (void)snprintf(out, out_bytes,
                        "rank %d (%s) calls %s, rank %d (%s) %s; all ranks must add and remove the same process sets in "
                        "the same order",
@@ -202,7 +202,7 @@ void hr_agree_mismatch_text(const struct hr_agree_config *config, const struct h
                        config->host_name_of_rank[high->rank], b_text);
         return;
     }
-    const char *verb = hr_op_has_root(a.op) && strncmp(a_text, "root", 4) == 0 ? "named" : "sent";
+    const char *verb = hr_op_is(a.op, HR_OP_ROOTED) && strncmp(a_text, "root", 4) == 0 ? "named" : "sent";
     (void)snprintf(out, out_bytes, "%s '%.*s': %srank %d (%s) %s %s, rank %d (%s) %s %s", hr_op_name(a.op),
                    (int)(a.name.bytes < 200 ? a.name.bytes : 200), a.name.data, prefix, low->rank,
                    config->host_name_of_rank[low->rank], verb, a_text, high->rank,

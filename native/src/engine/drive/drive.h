@@ -27,7 +27,7 @@ enum hr_part_rank {
     HR_PART_END,         /* leave.c: leaving, and the end of the group */
     HR_PART_SUBMISSIONS, /* engine.c: what callers have submitted, and their reports */
     HR_PART_ABSENCE,     /* membership/join.c: of a team, while a request there is held back */
-    HR_PART_GPU,         /* nccl.c */
+    HR_PART_GPU,         /* nccl.c, once NCCL is used */
     HR_PART_LANE,        /* group/lane.c: one for each team, the world first */
     HR_PART_PAIRS,       /* pairs/pairs.c, once it is used */
     HR_PART_LINKS,       /* the loop's own: the supervision of links */

@@ -108,7 +108,7 @@ static int add_operands(struct hr_batch *batch) {
     batch->bytes = 0;
     for (size_t i = 0; i < batch->request_count; i++) {
         const horo_request *call = &batch->requests[i]->call;
-        const int reduce_op = hr_op_reduces(call->op) ? call->reduce_op : HORO_SUM;
+        const int reduce_op = hr_op_is(call->op, HR_OP_REDUCTION) ? call->reduce_op : HORO_SUM;
         for (int t = 0; t < call->tensor_count; t++) {
             const horo_tensor *tensor = &call->tensors[t];
             const int rows = tensor->ndim > 0;
@@ -152,13 +152,13 @@ static int begin_batch(struct hr_lane *lane) {
     const struct hr_batch *batch = &lane->executor.batch;
     /* requests that may share a batch agree in all that is looked at here */
     const horo_request *call = &batch->requests[0]->call;
-    if (!hr_op_has_tensors(call->op)) {
+    if (!hr_op_is(call->op, HR_OP_WITH_TENSORS)) {
         return HR_DONE;
     }
     const struct hr_work work = {
         .op = call->op,
         .reduce_op = call->reduce_op,
-        .root_rank = hr_op_has_root(call->op) ? hr_team_member(lane->team, call->root_rank) : 0,
+        .root_rank = hr_op_is(call->op, HR_OP_ROOTED) ? hr_team_member(lane->team, call->root_rank) : 0,
         .prescale = call->prescale,
         .postscale = call->postscale,
         .operands = batch->operands,
@@ -185,13 +185,13 @@ static int run_batch(struct hr_lane *lane, struct hr_wire_rows rows) {
     }
     note_begun(lane, batch->requests, batch->request_count, batch->bytes, batch->operand_count > 0);
     struct hr_request *first = batch->requests[0];
-    if (hr_op_is_of_teams(first->call.op) || hr_op_is_last(first->call.op)) {
+    if (hr_op_is(first->call.op, HR_OP_OF_TEAMS) || hr_op_is(first->call.op, HR_OP_LAST)) {
         const uint8_t *cursor = rows.data;
         executor->row = rows.count == 1 ? hr_wire_next_row(&cursor) : -1;
         executor->state = HR_EXECUTION_CHANGING;
         return batch->request_count == 1 ? HORO_OK : HORO_ERR_INTERNAL;
     }
-    if (hr_op_tells_rows(first->call.op)) {
+    if (hr_op_is(first->call.op, HR_OP_TELLING_ROWS)) {
         struct hr_error error = {0};
         const int status =
             batch->request_count == 1 ? hr_gather_prepare(first, lane->team, rows, &error) : HORO_ERR_INTERNAL;
@@ -289,7 +289,7 @@ int hr_batch_begin_ahead(struct hr_lane *lane, struct hr_request *request) {
 }
 
 void hr_batch_take_back(const struct hr_lane *lane, const struct hr_request *request) {
-    if (hr_op_is_begun_ahead(request->call.op)) {
+    if (hr_op_is(request->call.op, HR_OP_BEGUN_AHEAD)) {
         lane->backend->ops->cancel(lane->backend);
         lane->team->segment = lane->executor.batch.segment_before;
     }
@@ -301,7 +301,7 @@ int hr_lane_execute_lone(struct hr_lane *lane, struct hr_request *request, struc
     lane->executor.record_bytes = 0;
     lane->executor.moves++;
     HR_TRY(hr_announcer_take(&lane->announcer, &lane->port, request->announced_id, &request, &unused));
-    if (!hr_op_is_begun_ahead(request->call.op)) {
+    if (!hr_op_is(request->call.op, HR_OP_BEGUN_AHEAD)) {
         HR_TRY(load_lone(batch, request));
         return run_batch(lane, rows);
     }

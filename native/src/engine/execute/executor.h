@@ -74,7 +74,7 @@ struct hr_executor {
 /* One stage of the current batch, or the next record of the log: HR_STILL, HR_MOVED or a status. */
 int hr_lane_execute(struct hr_lane *lane);
 /*
- * Begins the batch of an operation that hr_op_is_begun_ahead, of one request, which the other ranks may not do: 1, or 0
+ * Begins the batch of an operation of HR_OP_BEGUN_AHEAD, of one request, which the other ranks may not do: 1, or 0
  * where it cannot be prepared. take_back, of any operation: they do not; all is as before.
  */
 int hr_batch_begin_ahead(struct hr_lane *lane, struct hr_request *request);

@@ -39,8 +39,8 @@ void hr_gpu_detach(struct hr_engine *engine, const struct hr_lane *lane);
 int hr_gpu_is_busy(const struct hr_engine *engine);
 /* Driver: the group has failed: whether the GPU has let go of all memory of requests. */
 int hr_gpu_is_quiet(struct hr_engine *engine);
-/* Ends NCCL, when nobody drives any more. */
-void hr_gpu_end(struct hr_engine *engine);
+/* Ends NCCL, when nobody drives any more: in order, unless the group has failed. */
+void hr_gpu_end(struct hr_engine *engine, int has_failed);
 
 /* ---- nccl_order.c ---- */
 

@@ -24,6 +24,8 @@ enum {
 
 _Static_assert(HORO_NCCL_ID_BYTES == sizeof(struct hr_nccl_id), "of NCCL");
 
+static const struct hr_part_ops PART;
+
 static void wait_a_moment(void) {
     const struct timespec moment = {.tv_nsec = MOMENT_NS}; /* nothing tells of what is waited for here */
     (void)nanosleep(&moment, NULL);
@@ -86,6 +88,7 @@ int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_
     }
     (void)pthread_mutex_lock(&engine->staging_lock);
     const int may_use = atomic_load(&engine->stager) != NULL && atomic_load(&engine->on_gpu) == NULL;
+    made->part = &PART;
     const int status =
         may_use ? open_nccl(engine, made, paths, path_count, device, found, error)
                 : hr_fail(error, HORO_ERR_USAGE, "NCCL: horo_use_cuda comes once before it, and nothing behind it");
@@ -177,14 +180,6 @@ void hr_gpu_attach(struct hr_engine *engine, struct hr_lane *lane) {
     atomic_store(&lane->on_gpu, &team->base);
 }
 
-void hr_gpu_detach(struct hr_engine *engine, const struct hr_lane *lane) {
-    struct hr_gpu_team *team = (struct hr_gpu_team *)atomic_load(&lane->on_gpu);
-    if (team != NULL) {
-        team->lane = NULL;
-        atomic_store(&atomic_load(&engine->on_gpu)->is_busy, 1);
-    }
-}
-
 /* Goes on with the end of a communicator, which its ranks come to together, once nothing of it is in flight here. */
 static int wind_up(struct hr_nccl_comm *comm) {
     if (comm->state == HR_NCCL_IDLE && !comm->is_in_flight) {
@@ -260,7 +255,7 @@ static int turn(struct hr_part *part) {
     int any_busy = 0;
     int any_over = 0;
     int moved = HR_STILL;
-    for (struct hr_gpu_team *team = gpu == NULL ? NULL : atomic_load(&gpu->teams); team != NULL; team = team->next) {
+    for (struct hr_gpu_team *team = atomic_load(&gpu->teams); team != NULL; team = team->next) {
         moved |= look(team) | team->has_moved | turn_broken(team);
         team->has_moved = 0;
         any_over |= is_over(team);
@@ -283,11 +278,9 @@ static int turn(struct hr_part *part) {
         }
         atomic_store(&gpu->teams, left);
     }
-    if (gpu != NULL) {
-        engine->node->poll_within_ns = soonest_ns;
-        moved |= atomic_load(&gpu->is_busy) && !any_busy; /* nobody need drive for it any more */
-        atomic_store(&gpu->is_busy, any_busy);
-    }
+    engine->node->poll_within_ns = soonest_ns;
+    moved |= atomic_load(&gpu->is_busy) && !any_busy; /* nobody need drive for it any more */
+    atomic_store(&gpu->is_busy, any_busy);
     return moved;
 }
 
@@ -313,20 +306,26 @@ static void abort_all(struct hr_on_gpu *gpu) {
 static void end(struct hr_part *part, int has_failed) {
     const struct hr_engine *engine = part->owner;
     struct hr_on_gpu *gpu = atomic_load(&engine->on_gpu);
-    if (gpu != NULL) {
-        if (has_failed) {
-            abort_all(gpu);
-        }
-        atomic_store(&gpu->is_busy, 0);
-        engine->node->poll_within_ns = 0;
+    if (has_failed) {
+        abort_all(gpu);
     }
+    atomic_store(&gpu->is_busy, 0);
+    engine->node->poll_within_ns = 0;
 }
 
 static int needs(const struct hr_part *part) {
     return hr_gpu_is_busy(part->owner);
 }
 
-const struct hr_part_ops hr_part_gpu = {.rank = HR_PART_GPU, .turn = turn, .needs = needs, .end = end};
+static const struct hr_part_ops PART = {.rank = HR_PART_GPU, .turn = turn, .needs = needs, .end = end};
+
+void hr_gpu_detach(struct hr_engine *engine, const struct hr_lane *lane) {
+    struct hr_gpu_team *team = (struct hr_gpu_team *)atomic_load(&lane->on_gpu);
+    if (team != NULL) {
+        team->lane = NULL;
+        hr_gpu_become_busy(engine);
+    }
+}
 
 int hr_gpu_is_quiet(struct hr_engine *engine) {
     struct hr_on_gpu *gpu = atomic_load(&engine->on_gpu);
@@ -369,12 +368,12 @@ static void await_ends(struct hr_engine *engine, struct hr_on_gpu *gpu) {
     }
 }
 
-void hr_gpu_end(struct hr_engine *engine) {
+void hr_gpu_end(struct hr_engine *engine, int has_failed) {
     struct hr_on_gpu *gpu = atomic_load(&engine->on_gpu);
     if (gpu == NULL) {
         return;
     }
-    if (hr_arena_aborted(&engine->node->arena).code == 0) {
+    if (!has_failed) {
         await_ends(engine, gpu);
     }
     abort_all(gpu);

@@ -56,6 +56,7 @@ struct hr_nccl_in_flight {
 
 struct hr_on_gpu {
     struct hr_nccl nccl;
+    const struct hr_part_ops *part; /* that looks after it, once something runs */
     struct hr_device *device; /* of all communicators, as is the stream */
     void *stream;
     struct hr_gpu_team *connecting; /* a caller's: for the world, or for the team that is added next */
@@ -68,6 +69,8 @@ struct hr_on_gpu {
 
 /* nccl_order.c */
 extern const struct hr_backend_ops hr_nccl_ops;
+/* The driver: something may run on the GPU from now on, so the part looks after it. */
+void hr_gpu_become_busy(struct hr_engine *engine);
 void hr_nccl_drop_marks(struct hr_nccl_in_flight *in_flight);
 
 #endif

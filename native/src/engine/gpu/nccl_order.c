@@ -32,6 +32,16 @@ static struct hr_on_gpu *gpu_of(const struct hr_gpu_team *team) {
     return atomic_load(&team->engine->on_gpu);
 }
 
+void hr_gpu_become_busy(struct hr_engine *engine) {
+    struct hr_on_gpu *gpu = atomic_load(&engine->on_gpu);
+    if (engine->gpu.ops == NULL) {
+        hr_drive_lock(&engine->drive);
+        hr_drive_add(&engine->drive, &engine->gpu, gpu->part, engine);
+        hr_drive_unlock(&engine->drive);
+    }
+    atomic_store(&gpu->is_busy, 1);
+}
+
 /* ---- The order ---- */
 
 /* Equal numbers go by the number of the team. */
@@ -141,7 +151,7 @@ static int go_out(struct hr_gpu_team *team) {
 static int begin(struct hr_backend *backend, const struct hr_work *work) {
     struct hr_gpu_team *team = team_of(backend);
     const struct hr_batch *batch = &team->lane->executor.batch;
-    atomic_store(&gpu_of(team)->is_busy, 1); /* in front of all that it puts on the stream */
+    hr_gpu_become_busy(team->engine); /* in front of all that it puts on the stream */
     team->batch = (struct hr_nccl_batch){.requests = batch->requests, .count = batch->request_count, .work = *work};
     /*
      * All ranks answer alike whether there is another team, for the world's log says which there are at this record.
@@ -164,7 +174,7 @@ static int end_batch(struct hr_gpu_team *team) {
     struct hr_nccl_in_flight *in_flight = &gpu_of(team)->in_flight;
     struct hr_mark *mark = hr_nccl_mark(batch->requests[0]);
     struct hr_device_visit visit;
-    atomic_store(&gpu_of(team)->is_busy, 1);
+    hr_gpu_become_busy(team->engine);
     int status = hr_device_enter(team->comm.device, &visit, &team->comm.failure);
     if (status == HORO_OK) {
         status = hr_mark_move(mark, team->comm.stream, &team->comm.failure);

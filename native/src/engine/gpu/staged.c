@@ -119,7 +119,7 @@ static int stage(struct hr_engine *engine, struct hr_request *request, struct hr
                        "%s '%s': results cannot go into outputs on a GPU; take them from the host",
                        hr_op_name(call->op), call->name);
     }
-    if (hr_op_has_root(call->op) && call->op != HORO_BROADCAST) {
+    if (hr_op_is(call->op, HR_OP_ROOTED) && call->op != HORO_BROADCAST) {
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': not offered for tensors on a GPU; copy them to the host",
                        hr_op_name(call->op), call->name);
     }
@@ -198,7 +198,7 @@ static void measure(const struct hr_request *request, size_t *bytes) {
         size_t first;
         size_t rows;
         (void)hr_shape_bytes(tensor->shape, tensor->ndim, tensor->dtype, &all);
-        bytes[i] = hr_op_tells_rows(request->call.op) ? 0 : (size_t)all; /* those are taken from the host */
+        bytes[i] = hr_op_is(request->call.op, HR_OP_TELLING_ROWS) ? 0 : (size_t)all; /* those are taken from the host */
         if (request->call.op == HORO_REDUCESCATTER && all > 0) {
             hr_part((size_t)tensor->shape[0], (size_t)request->team_size, (size_t)request->team_rank, &first, &rows);
             bytes[i] = (size_t)all / (size_t)tensor->shape[0] * rows;

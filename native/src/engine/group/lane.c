@@ -129,7 +129,7 @@ static int may_count(const struct hr_lane *lane, const struct hr_request *reques
     const horo_request *call = &request->call;
     const struct hr_executor *executor = &lane->executor;
     return lane->may_count && (call->flags & HORO_SUBMIT_SYNC) != 0 &&
-           (hr_op_has_tensors(call->op) || call->op == HORO_BARRIER) && call->reduce_op != HORO_ADASUM &&
+           (hr_op_is(call->op, HR_OP_WITH_TENSORS) || call->op == HORO_BARRIER) && call->reduce_op != HORO_ADASUM &&
            call->device == 0 && !hr_recorder_is_traced(&lane->node->recorder) &&
            /* nothing but the request has been announced and not been agreed on, and all of the log is executed */
            atomic_load(&lane->port.pending) == 1 && executor->state == HR_EXECUTION_IDLE &&
@@ -149,8 +149,9 @@ static int count_in(struct hr_lane *lane, struct hr_request *request) {
         return 0;
     }
     /* puts what the other ranks read in the round where they do, if that is possible */
-    const int is_prepared = hr_op_tells_rows(op) ? hr_round_show_rows(&lane->round, request)
-                                                 : !hr_op_is_begun_ahead(op) || hr_batch_begin_ahead(lane, request);
+    const int is_prepared = hr_op_is(op, HR_OP_TELLING_ROWS)
+                                ? hr_round_show_rows(&lane->round, request)
+                                : !hr_op_is(op, HR_OP_BEGUN_AHEAD) || hr_batch_begin_ahead(lane, request);
     if (!is_prepared) {
         return 0;
     }
@@ -206,7 +207,9 @@ static int turn_round(struct hr_lane *lane) {
         return HR_MOVED;
     }
     struct hr_wire_rows rows = {0};
-    HR_TRY(hr_op_tells_rows(lane->round.request->call.op) ? hr_round_collect_rows(&lane->round, &rows) : HORO_OK);
+    if (hr_op_is(lane->round.request->call.op, HR_OP_TELLING_ROWS)) {
+        HR_TRY(hr_round_collect_rows(&lane->round, &rows));
+    }
     if (lane->is_leader && hr_round_take_up(&lane->round)) {
         hr_agree_skip_call(&lane->leader.agree);
     }

@@ -280,7 +280,8 @@ static int allocate_values(const horo_request *call, horo_tensor *tensors, uint8
     *data = at;
     for (int32_t i = 0; i < call->tensor_count; i++) {
         const size_t bytes = (size_t)tensors[i].output_bytes;
-        const uint64_t bits = hr_op_reduces(call->op) ? neutral_element(tensors[i].dtype, call->reduce_op) : 0;
+        const int reduces = hr_op_is(call->op, HR_OP_REDUCTION);
+        const uint64_t bits = reduces ? neutral_element(tensors[i].dtype, call->reduce_op) : 0;
         if (bits != 0) {
             fill(at, bytes, tensors[i].dtype, bits);
         }

@@ -169,14 +169,14 @@ static int turn_running(struct hr_engine *engine) {
 
 /* ---- CLOSING, ENDING and ENDED ---- */
 
-/* Whether a rank is lost or its program has failed: what it has left undone on GPUs never comes. */
-static int has_failed(const struct hr_engine *engine) {
+int hr_leave_has_failed(const struct hr_engine *engine) {
     return is_aborted(engine) || hr_end_find(engine->node).code == HORO_ERR_PEER_LOST;
 }
 
 static int begin_ending(struct hr_engine *engine) {
     hr_end_note(engine->node);
-    const int failed = has_failed(engine); /* one answer for all parts: another rank may tell of a loss meanwhile */
+    /* one answer for all parts: another rank may tell of a loss meanwhile */
+    const int failed = hr_leave_has_failed(engine);
     for (struct hr_part *part = engine->drive.parts; part != NULL; part = part->next) {
         if (part->ops->end != NULL) {
             part->ops->end(part, failed);
@@ -218,7 +218,7 @@ static int turn_ending(struct hr_engine *engine) {
         }
     }
     /* tensors of failed requests may be freed by the program: first, the GPU lets go of them */
-    const int is_quiet = !has_failed(engine) || hr_gpu_is_quiet(engine);
+    const int is_quiet = !hr_leave_has_failed(engine) || hr_gpu_is_quiet(engine);
     if ((!flushed || !is_quiet) && hr_now_ns() < engine->leaving.flush_ns) {
         return HR_STILL;
     }

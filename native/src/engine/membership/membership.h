@@ -25,6 +25,11 @@ int hr_membership_answer(struct hr_engine *engine, int64_t handle, int op);
 /* The executor of the world: the batch of a change of teams or of a join, see struct hr_executor_ops. */
 int hr_membership_change(void *lane, struct hr_request *request, int64_t row, struct hr_error *error);
 
+/* ---- leave.c ---- */
+
+/* Whether a rank is lost or its program has failed: what it has left undone on GPUs never comes. */
+int hr_leave_has_failed(const struct hr_engine *engine);
+
 /* ---- join.c ---- */
 
 /* A leader's handler of JOINED: a rank of its subtree joins, of which the root hears before of what others then do. */

@@ -212,7 +212,7 @@ int hr_membership_change(void *owner, struct hr_request *request, int64_t row, s
     struct hr_engine *engine = ((struct hr_lane *)owner)->engine;
     struct hr_wire_request decoded;
     HR_TRY(hr_wire_decode_request(request->bytes, request->byte_count, &decoded));
-    if (hr_op_is_last(request->call.op)) { /* the record says who joined last */
+    if (hr_op_is(request->call.op, HR_OP_LAST)) { /* the record says who joined last */
         request->answer = (int)row;
         return row >= 0 && row < engine->node->size ? HR_DONE : HORO_ERR_INTERNAL;
     }

@@ -135,7 +135,7 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
     hr_drive_lock(pairs->requests->drive);
     for (const struct hr_request *request = pairs->requests->oldest; request != NULL; request = request->newer) {
         struct hr_move_of_pair *move = request->cargo.data;
-        if (!hr_op_is_of_pairs(request->call.op)) {
+        if (!hr_op_is(request->call.op, HR_OP_OF_PAIRS)) {
             continue;
         }
         if (move->since_ns == 0 || move->moved != move->seen) {
@@ -264,7 +264,7 @@ hr_status hr_pairs_put_pending(const struct hr_pairs *pairs, struct hr_buffer *o
     const struct hr_request *request = pairs->requests->oldest;
     for (; request != NULL; request = request->newer) {
         const struct hr_move_of_pair *move = request->cargo.data;
-        if (hr_op_is_of_pairs(request->call.op)) {
+        if (hr_op_is(request->call.op, HR_OP_OF_PAIRS)) {
             const struct hr_wire_move told = {move->pair.peer, move->pair.tag, request->call.op == HORO_SEND};
             HR_TRY(hr_wire_put_move(out, told));
         }

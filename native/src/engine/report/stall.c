@@ -36,7 +36,7 @@ static int64_t oldest_pending_ns(struct hr_lane *lane) {
     hr_drive_lock(&lane->engine->drive);
     const struct hr_request *request = hr_port_next(&lane->port, NULL);
     if (request != NULL) {
-        const int is_excused = hr_op_is_last(request->call.op) && lane->stall.all_moved_ns > request->submit_ns;
+        const int is_excused = hr_op_is(request->call.op, HR_OP_LAST) && lane->stall.all_moved_ns > request->submit_ns;
         oldest = is_excused ? lane->stall.all_moved_ns : request->submit_ns;
     }
     hr_drive_unlock(&lane->engine->drive);
@@ -76,7 +76,7 @@ static int describe_undecided(struct hr_lane *lane, int64_t now_ns, char *text, 
             continue;
         }
         stalled->oldest_ns = since_ns < stalled->oldest_ns ? since_ns : stalled->oldest_ns;
-        const int is_excused = hr_op_is_last(request->call.op) || request->refused != 0;
+        const int is_excused = hr_op_is(request->call.op, HR_OP_LAST) || request->refused != 0;
         if (!is_excused && since_ns < stalled->blocked_ns) {
             stalled->blocked_ns = since_ns;
         }

@@ -14,7 +14,7 @@ struct hr_requests;
 
 enum hr_port_state {
     HR_PORT_OPEN,
-    HR_PORT_PAUSED,   /* nothing can be submitted until an operation is over that is the last (hr_op_is_last) */
+    HR_PORT_PAUSED,   /* nothing can be submitted until an operation is over that is the last (HR_OP_LAST) */
     HR_PORT_REMOVING, /* nor any more */
 };
 

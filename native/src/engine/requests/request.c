@@ -18,7 +18,7 @@ static int impossible_dimension(const horo_request *call, const horo_tensor *ten
             return d;
         }
     }
-    const int first = hr_op_tells_rows(call->op) && tensor->shape[0] == 0;
+    const int first = hr_op_is(call->op, HR_OP_TELLING_ROWS) && tensor->shape[0] == 0;
     int d = first;
     int64_t bytes;
     while (hr_shape_bytes(tensor->shape + first, d - first + 1, tensor->dtype, &bytes) == HORO_OK) {
@@ -55,18 +55,18 @@ static int check_tensor(const horo_request *call, const horo_tensor *tensor, str
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': %d dimensions; at most %d are supported", op, call->name,
                        tensor->ndim, HORO_DIMS_MAX);
     }
-    if ((hr_op_tells_rows(call->op) || call->op == HORO_REDUCESCATTER) && tensor->ndim == 0) {
+    if ((hr_op_is(call->op, HR_OP_TELLING_ROWS) || call->op == HORO_REDUCESCATTER) && tensor->ndim == 0) {
         return hr_fail(error, HORO_ERR_USAGE, "%s '%s': a scalar has no first dimension to %s along; reshape it to [1]",
                        op, call->name, call->op == HORO_ALLGATHER ? "concatenate" : "split");
     }
-    if (call->reduce_op == HORO_ADASUM && hr_op_reduces(call->op) && call->op != HORO_ALLREDUCE) {
+    if (call->reduce_op == HORO_ADASUM && hr_op_is(call->op, HR_OP_REDUCTION) && call->op != HORO_ALLREDUCE) {
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': op Adasum is offered by allreduce only", op, call->name);
     }
-    if (hr_op_reduces(call->op) && !hr_dtype_reducible(tensor->dtype, call->reduce_op)) {
+    if (hr_op_is(call->op, HR_OP_REDUCTION) && !hr_dtype_reducible(tensor->dtype, call->reduce_op)) {
         return refuse_reduction(call, tensor, error);
     }
     if (tensor->wire_dtype != 0 &&
-        (!hr_op_reduces(call->op) || !hr_dtype_narrows(tensor->dtype, tensor->wire_dtype))) {
+        (!hr_op_is(call->op, HR_OP_REDUCTION) || !hr_dtype_narrows(tensor->dtype, tensor->wire_dtype))) {
         return hr_fail(
             error, HORO_ERR_UNSUPPORTED,
             "%s '%s': %s cannot travel as %s; only a reduction of float32 or float64 can, as float16 or bfloat16", op,
@@ -108,7 +108,7 @@ static hr_status check_splits(const horo_request *call, const horo_tensor *tenso
 }
 
 static hr_status check_call(const horo_request *call, struct hr_error *error) {
-    if (call->op < 0 || (call->op >= HORO_OP_COUNT && !hr_op_is_of_pairs(call->op))) {
+    if (call->op < 0 || (call->op >= HORO_OP_COUNT && !hr_op_is(call->op, HR_OP_OF_PAIRS))) {
         return hr_fail(error, HORO_ERR_UNSUPPORTED, "operation number %d is not known", call->op);
     }
     const size_t name_bytes = call->name == NULL ? 0 : strlen(call->name);
@@ -116,7 +116,7 @@ static hr_status check_call(const horo_request *call, struct hr_error *error) {
         return hr_fail(error, HORO_ERR_USAGE, "%s: the name has %zu bytes; 1 to %d are allowed", hr_op_name(call->op),
                        name_bytes, HORO_NAME_MAX);
     }
-    const int wrong_count = hr_op_has_tensors(call->op) ? call->tensor_count < 1 : call->tensor_count != 0;
+    const int wrong_count = hr_op_is(call->op, HR_OP_WITH_TENSORS) ? call->tensor_count < 1 : call->tensor_count != 0;
     if (wrong_count || call->tensor_count > HR_WIRE_TENSORS_MAX) {
         return hr_fail(error, HORO_ERR_USAGE, "%s '%s': %d tensors", hr_op_name(call->op), call->name,
                        call->tensor_count);
@@ -229,7 +229,7 @@ hr_status hr_request_create(const horo_request *given, struct hr_request **reque
     if (status == HORO_OK) {
         status = encode(copy);
     }
-    if (status == HORO_OK && hr_op_tells_rows(call->op)) {
+    if (status == HORO_OK && hr_op_is(call->op, HR_OP_TELLING_ROWS)) {
         copy->gathered = calloc((size_t)call->tensor_count, sizeof *copy->gathered);
         status = copy->gathered == NULL ? HORO_ERR_RESOURCE : HORO_OK;
     }

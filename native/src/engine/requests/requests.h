@@ -7,7 +7,7 @@
 
 #include <pthread.h>
 
-#include "base/meter.h"
+#include "base/clock.h"
 #include "engine/drive/drive.h"
 #include "engine/requests/port.h"
 
@@ -92,8 +92,7 @@ int hr_requests_fail_all(struct hr_requests *requests);
 
 /* With the lock held; NULL if there is none. */
 struct hr_request *hr_requests_find(const struct hr_requests *requests, int64_t handle);
-/* As horo_poll, horo_wait_any, horo_error, horo_take, horo_release and horo_callers. */
-int hr_requests_poll(struct hr_requests *requests, int64_t handle);
+/* As horo_wait_any, horo_error, horo_take, horo_release and horo_callers. */
 int hr_requests_wait_any(struct hr_requests *requests, const int64_t *handles, int32_t count, int32_t timeout_ms);
 hr_status hr_requests_error(struct hr_requests *requests, int64_t handle, char *text, size_t text_bytes);
 hr_status hr_requests_take(struct hr_requests *requests, int64_t handle, int32_t index, void **data, int64_t *bytes,
@@ -101,8 +100,9 @@ hr_status hr_requests_take(struct hr_requests *requests, int64_t handle, int32_t
 hr_status hr_requests_release(struct hr_requests *requests, int64_t handle);
 int32_t hr_requests_callers(struct hr_requests *requests, uint64_t *threads, int32_t capacity);
 /*
- * As horo_wait, and what is done with the handle once the request has ended well. *handle is 0 if it has been released,
- * by this call or another one meanwhile. The request is there as long as the call lasts, whoever releases the handle.
+ * As horo_wait, or horo_poll where there is no time, and what is done with the handle once the request has ended well.
+ * *handle is 0 if it has been released, by this call or another one meanwhile. The request is there as long as the call
+ * lasts, whoever releases the handle.
  */
 enum hr_wait_end { HR_WAIT_KEEPS, HR_WAIT_RELEASES, HR_WAIT_RELEASES_WHAT_FITS /* as horo_run */ };
 int hr_requests_wait(struct hr_requests *requests, int64_t *handle, int32_t timeout_ms, enum hr_wait_end end,

@@ -235,7 +235,7 @@ static hr_status find_port(const struct hr_requests *requests, struct hr_request
                        "join returns",
                        call->name, requests->node->rank);
     }
-    if (hr_op_has_root(call->op) && hr_team_member(team, call->root_rank) < 0) {
+    if (hr_op_is(call->op, HR_OP_ROOTED) && hr_team_member(team, call->root_rank) < 0) {
         const char *op = hr_op_name(call->op);
         return call->team == 0
                    ? hr_fail(error, HORO_ERR_USAGE, "%s '%s': root rank %d does not exist; ranks are 0 to %d", op,
@@ -261,7 +261,7 @@ hr_status hr_requests_check(const struct hr_requests *requests, struct hr_reques
     if (atomic_load(&requests->drive->stop)) {
         return hr_fail(error, HORO_ERR_ABORTED, "'%s': horo is shutting down", name);
     }
-    if (hr_op_is_of_pairs(request->call.op)) {
+    if (hr_op_is(request->call.op, HR_OP_OF_PAIRS)) {
         return HORO_OK;
     }
     HR_TRY(find_port(requests, request, error));
@@ -286,7 +286,7 @@ hr_status hr_requests_create(struct hr_requests *requests, const horo_request *c
      */
     const int is_aborted = hr_arena_aborted(&node->arena).code != 0;
     const int untold = atomic_load(&requests->drive->serves_hosts) && is_aborted;
-    const int outlives = hr_op_is_of_pairs(call->op) && !is_aborted;
+    const int outlives = hr_op_is(call->op, HR_OP_OF_PAIRS) && !is_aborted;
     if (!untold && !outlives && hr_end_check(node, error) != HORO_OK) {
         hr_end_show(node);
         return error->code;
@@ -344,7 +344,7 @@ static hr_status add(struct hr_requests *requests, struct hr_request *request, s
     } while (*place != NULL);
     *place = request;
     requests->handle_count++;
-    if (hr_op_is_last(request->call.op)) {
+    if (hr_op_is(request->call.op, HR_OP_LAST)) {
         request->port->state = HR_PORT_PAUSED;
     }
     if (request->state == HR_REQUEST_QUEUED) {

@@ -53,17 +53,6 @@ static void kick_if_idle(struct hr_requests *requests) {
     }
 }
 
-int hr_requests_poll(struct hr_requests *requests, int64_t handle) {
-    hr_drive_lock(requests->drive);
-    const struct hr_request *request = hr_requests_find(requests, handle);
-    const int status = request == NULL ? HORO_ERR_HANDLE : atomic_load(&request->status);
-    if (status == HORO_IN_PROGRESS) {
-        kick_if_idle(requests);
-    }
-    hr_drive_unlock(requests->drive);
-    return status;
-}
-
 /* With the lock held, which it lets go meanwhile: the caller is one of the request's owners. */
 static int wait_for_request(struct hr_requests *requests, const struct hr_request *request, int32_t timeout_ms) {
     int status;
