@@ -13,7 +13,7 @@ from measured import Document, Row, grouped, median_of, ratio_of, states_of, val
 from pictures import Curve
 from sizes import ALLREDUCE, OPERATIONS, Operation, Rates
 
-STATE_TEXTS = {"": "", "sharing": ", shared cache", "apart": ", separate caches"}
+STATE_TEXTS = {"": ", all rounds", "sharing": "", "apart": ", separate caches"}
 # Columns of a table that say nothing to a reader of the page.
 HIDDEN = {"case", "operation", "idle_cpu_percent", "name", "count", "calls", "wrong", "algbw", "ratio", "iterations"}
 HIDDEN |= {"call_min_us", "call_median_us"}
@@ -59,7 +59,8 @@ def allreduce(document: Document, folder: Path) -> Chapter:
         path = folder / f"{file}.svg"
         pictures.draw_curves(path, curves, x="bytes", y="bus bandwidth, GB/s", title=title, x_in_bytes=True)
         lines += [picture(folder, file, f"Bandwidth, {title}"), "", *size_table(rows, state), ""]
-        ahead += sizes_ahead(rows, state, f"allreduce of {dtype}, {ranks} ranks{document.where}{STATE_TEXTS[state]}")
+        if sizes := sizes_ahead(rows, state):
+            ahead.append(f"* allreduce of {dtype}, {ranks} ranks{document.where}{STATE_TEXTS[state]}: {sizes}")
     return Chapter(lines[:-1], ahead)
 
 
@@ -112,8 +113,8 @@ def sizes_shown(rows: Sequence[Row]) -> dict[int, list[Row]]:
     return dict(shown[:1] + [item for item in shown[1:] if item[0] >= SMALL_BYTES])
 
 
-def sizes_ahead(rows: Sequence[Row], state: str, what: str) -> list[str]:
-    """One line: at which sizes in a row a peer takes less time than horo, and how many times as fast it is."""
+def sizes_ahead(rows: Sequence[Row], state: str) -> str:
+    """At which sizes in a row a peer takes less time than horo, and how many times as fast it is; empty if at none."""
     runs: list[list[tuple[int, float, str]]] = [[]]
     for (size,), of_size in grouped(rows, "bytes").items():
         horo, best = horo_of(of_size), best_peer(of_size, state)
@@ -128,7 +129,7 @@ def sizes_ahead(rows: Sequence[Row], state: str, what: str) -> list[str]:
         low, high = f"{min(times):.2f}", f"{max(times):.2f}"
         size_range = sizes[0] if len(run) == 1 else f"{sizes[0]} to {sizes[-1]}"
         texts.append(f"{size_range} {low if low == high else f'{low} to {high}'} ({names})")
-    return [f"* {what}: {', '.join(texts)}"] if texts else []
+    return ", ".join(texts)
 
 
 # ---- the other collectives -------------------------------------------------------------------------------------------
@@ -138,13 +139,16 @@ def collectives(document: Document, folder: Path) -> Chapter:
     """One table per operation and state of the cores."""
     del folder
     dtype, ranks = document.rows[0]["dtype"], document.rows[0]["ranks"]
-    lines, ahead = [f"## Other collectives: {dtype}, {ranks} ranks{document.where}", ""], []
+    lines = [f"## Other collectives: {dtype}, {ranks} ranks{document.where}", ""]
+    ahead: dict[str, list[str]] = {}
     for (name,), rows in grouped(document.rows, "operation").items():
         operation = OPERATIONS[name]
         for state in states_of(rows):
             lines += [f"### {name}{STATE_TEXTS[state]}", "", *size_table(rows, state, operation), ""]
-            ahead += sizes_ahead(rows, state, f"{name} of {dtype}, {ranks} ranks{document.where}{STATE_TEXTS[state]}")
-    return Chapter(lines[:-1], ahead)
+            if sizes := sizes_ahead(rows, state):
+                ahead.setdefault(STATE_TEXTS[state], []).append(f"{name} {sizes}")
+    place = f"{dtype}, {ranks} ranks{document.where}"
+    return Chapter(lines[:-1], [f"* {place}{state}: {'; '.join(texts)}" for state, texts in ahead.items()])
 
 
 # ---- training step ---------------------------------------------------------------------------------------------------

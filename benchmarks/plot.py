@@ -27,8 +27,8 @@ typed by hand. [Benchmarks]({benchmarks}) explains how a contest works, the
 
 In tables with sizes, a time is that of one call on the slowest rank, as the median of the rounds; the size is that of
 the largest tensor on one rank. The last column is the time of the fastest peer over that of horo, as the median of the
-ratios within heats. Bands in pictures are from the fastest to the slowest round. "Shared cache" means that the cores of
-the ranks share one.
+ratios within heats. Bands in pictures are from the fastest to the slowest round. The cores of the ranks share a cache,
+unless a title has "separate caches" or "all rounds".
 """
 
 

@@ -295,7 +295,7 @@ def _errors() -> str:
     classes = sorted({getattr(horo.errors, name) for name in public}, key=lambda c: inspect.getsourcelines(c)[1])
     rows = []
     for cls in classes:
-        bases = ", ".join(f"`{base.__name__}`" for base in cls.__bases__)
+        bases = ", ".join(f"`{'builtins.' * (base.__name__ == cls.__name__)}{base.__name__}`" for base in cls.__bases__)
         rows.append(f"| `{cls.__name__}` | {bases} | {_inline(inspect.getdoc(cls) or '')} |\n")
     return (
         "\n## Errors\n\n`HorovodInternalError`, which scripts catch to begin anew, is `GroupError`. "

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +104,10 @@ def page() -> str:
         parts.append(f"\n## {title}\n\n{remark}\n\n{HEADS[group is Config]}")
         parts += [_row(name, each, group is Config) for name, each in variables_of(group).items()]
     parts.append(PASSED)
-    parts += [f"| `{name}` | {why} |\n" for name, why in PASSED_OVER.items()]
+    reasons: dict[str, list[str]] = {}
+    for name, why in PASSED_OVER.items():
+        reasons.setdefault(why, []).append(f"`{name}`")
+    parts += [f"| {'<br>'.join(same)} | {why} |\n" for why, same in reasons.items()]
     names = ", ".join(f"`{name}`" for name in AT_BUILD)
     parts.append(
         f"\nThe variables with which Horovod is built do nothing either: {names}. horo has no variants of its build.\n"
@@ -111,14 +116,11 @@ def page() -> str:
 
 
 def options() -> str:
-    """The options for training."""
-    rows = ["| option | sets |\n|---|---|\n"]
-    for each in variables_of(Config).values():
-        for option in (option for option in each.options if not option.is_shared):
-            shown = f"`{option.name}`" + (f" {option.metavar}" if option.metavar else "")
-            value = "" if option.metavar else f"={option.value}"
-            rows.append(f"| {shown} | `{each.names[0]}{value}` |\n")
-    return "".join(rows)
+    """The options for training, in the order of the settings."""
+    found = (option for each in variables_of(Config).values() for option in each.options if not option.is_shared)
+    shown = "  ".join(option.name + (f"\xa0{option.metavar}" if option.metavar else "") for option in found)
+    lines = textwrap.wrap(shown, 100, break_long_words=False, break_on_hyphens=False)
+    return "```\n" + "\n".join(lines).replace("\xa0", " ") + "\n```\n"
 
 
 def keys() -> str:
@@ -145,7 +147,8 @@ def _row(name: str, variable: Variable, is_setting: bool) -> str:
     places = dict.fromkeys(f"`{place}`" for each in variable.options for place in (each.name, each.key) if place)
     argument = f"`{name}`" if variable.is_argument else ""
     ways = f"{argument} | {'<br>'.join(places)}"
-    return f"| {names} | {ways} | {variable.allowed()} | {default} | {variable.meaning} |\n"
+    allowed = re.sub(r"^(an integer from|a number from|one of) ", "", variable.allowed())
+    return f"| {names} | {ways} | {allowed} | {default} | {variable.meaning} |\n"
 
 
 def _shown(value: object) -> str:

@@ -35,8 +35,8 @@ class LaunchVariables:
     store: str | None = exact_variable(
         "HORO_STORE",
         str,
-        "Where the job meets: `ADDRESS:PORT`, or several that lead to the same store, comma-separated; addresses "
-        "are numeric, IPv6 in brackets.",
+        "Where the job meets: `ADDRESS:PORT`, or several of one store, comma-separated; addresses are numeric, IPv6 in "
+        "brackets.",
     )
     secret: bytes | None = exact_variable(
         "HORO_SECRET",
@@ -54,12 +54,12 @@ class LaunchVariables:
     end_pipe: str | None = exact_variable(
         "HORO_END_PIPE",
         str,
-        "Pipe to `hororun` on which this rank reports the error that ended it: its descriptor and inode.",
+        "Pipe to `hororun` on which this rank reports the error that ended it.",
     )
     counts_fd: str | None = exact_variable(
         "HORO_COUNTS_FD",
         str,
-        "Memory shared with `hororun`, in which this rank counts its steps: its descriptor and inode.",
+        "Memory shared with `hororun`, in which this rank counts its steps.",
     )
     worker: int | None = exact_variable(
         "HORO_WORKER",
@@ -71,14 +71,14 @@ class LaunchVariables:
     generation: int | None = exact_variable(
         "HORO_GENERATION",
         int,
-        "In an elastic job: the first generation that may have this process; 1: one that all of its ranks begin.",
+        "In an elastic job: the first generation that may have this process.",
         low=1,
         high=(1 << 31) - 1,
     )
     commit_fd: str | None = exact_variable(
         "HORO_COMMIT_FD",
         str,
-        "In an elastic job: memory for the commits of this process, which outlives it: its descriptor and inode.",
+        "In an elastic job: memory for the commits of this process, which outlives it.",
     )
     elastic_dir: str | None = exact_variable(
         "HORO_ELASTIC_DIR",
@@ -89,7 +89,7 @@ class LaunchVariables:
     config_sources: str | None = exact_variable(
         "HORO_CONFIG_SOURCES",
         str,
-        "Which settings come from options of `hororun`, and from which of them or from which file, for `hvd.config()`.",
+        "Which settings come from which options of `hororun` or from which file, for `hvd.config()`.",
     )
     rank_process: str | None = exact_variable(
         "HORO_RANK_PROCESS",

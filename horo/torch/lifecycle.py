@@ -65,15 +65,14 @@ def init(
     another rank has called ``shutdown()`` or is lost, begins a new one. ``shutdown()`` happens at exit.
 
     Args:
-        comm: The processes that form the job. None: all that were started. A list of their ranks: those, numbered by
-            their place in the list; only they call ``init``, with the same list. A communicator of mpi4py: its ranks,
-            whoever started them.
+        comm: The processes that form the job. None: all that were started. A list of their ranks: those, in this order;
+            only they call ``init``, with the same list. A communicator of mpi4py: its ranks.
         process_sets: Sets of ranks to register at once, as by ``add_process_set``: a list of ``ProcessSet`` or of lists
             of ranks, the same on all ranks. Horovod's ``"dynamic"`` means None, since sets may always be added.
         device: The GPU for ``gpu_operations="nccl"``: ``"cuda:1"``, or its number. None: ``cuda:local_rank`` if this
             process sees several GPUs, and ``cuda:0`` if it sees one.
-        settings: Settings by their names, such as ``cycle_time_ms=1``, which win over the environment. The reference of
-            the environment lists them. None: as if it were not given.
+        settings: Settings by their names, such as ``cycle_time_ms=1``, which win over the environment. None: as if it
+            were not given.
 
     Raises:
         UsageError: The launcher's environment is incomplete, or contradicts MPI. An argument or a setting does not fit,
@@ -181,12 +180,11 @@ def config() -> Settings:
     """The settings that are in force in this job, and where each comes from. Returns at once.
 
     Returns:
-        A mapping from names to values. The names are those of the arguments of ``init()``; only ``horovod`` is no
-        argument: ``hororun --horovod`` sets it. Printed, it is a table with the sources;
-        ``config().source(name)`` is one of them: ``"init()"``, the name of an environment variable,
-        ``"hororun --OPTION"``, ``"file NAME"`` for a file of ``hororun --config-file``, ``"default"``, or
-        ``"autotune"``: it has another value in force than the job began with. The mapping itself does not change later;
-        the next call returns what is in force then.
+        A mapping from names to values. The names are those of the arguments of ``init()``; ``horovod`` is set by
+        ``hororun --horovod`` only. Printed, it is a table with the sources; ``config().source(name)`` is one of them:
+        ``"init()"``, the name of an environment variable, ``"hororun --OPTION"``, ``"file NAME"`` for a file of
+        ``hororun --config-file``, ``"default"``, or ``"autotune"``: it has another value in force than the job began
+        with.
 
     Raises:
         NotInitializedError: Before ``init()``.
@@ -206,10 +204,9 @@ def config() -> Settings:
 def stats() -> Stats:
     """The parts of the time of this rank's steps since ``init()``: of the last one, and of all. Returns at once.
 
-    It asks no other rank, so any rank may call it at any time, also before the first step, when all numbers are 0. A
-    step is from the end of one ``step()`` of a ``DistributedOptimizer`` to the end of the next; the first one is not
-    measured. Of several optimizers that take turns, one
-    counts them.
+    Any rank may call it at any time; before the first step all numbers are 0. A step is from the end of one ``step()``
+    of a ``DistributedOptimizer`` to the end of the next; the first one is not measured. Of several optimizers that take
+    turns, one counts them.
 
     Returns:
         An object with ``steps``, ``last`` and ``total`` (each has ``steps``, ``seconds``, ``computing``, ``waiting``

@@ -24,7 +24,7 @@ DOCS = ROOT / "docs"
 TEXT_SUFFIXES = (".py", ".c", ".h", ".md", ".toml", ".txt", ".in", ".cfg", ".yaml", ".yml", "")
 GENERATED = {DOCS / "performance.md", DOCS / "reference" / "api.md", DOCS / "reference" / "environment.md"}
 """Pages whose words are those of their sources."""
-WORDS_IN_DOCS = 64_000
+WORDS_IN_DOCS = 60_000
 """Words of all pages below docs/, as ``wc -w`` counts them. The ceiling only falls."""
 
 

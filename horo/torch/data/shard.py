@@ -31,23 +31,21 @@ def shard(
 ) -> ShardedLoader[_T]:
     """Gives each rank its part of a DataLoader: a loader of the same class and options that yields only that.
 
-    The batch size stays that of each rank, so N ranks take N times as many samples per step: those that one process
-    with batch *N b* takes. ``len()`` is the number of this rank's batches. Workers, ``collate_fn``, ``pin_memory`` and
-    the rest stay as they are, and so does the given loader. The call returns at once.
+    The batch size stays that of each rank, so N ranks take N times as many samples per step. ``len()`` is the number of
+    this rank's batches. Workers, ``collate_fn`` and the rest stay as they are, and so does the given loader. The call
+    returns at once.
 
     Each ``iter()`` begins an epoch, without ``set_epoch``: all ranks call it, and wait for each other. They compare
     lengths, options, epochs and the first 1024 indices of samplers that torch does not have; a difference is an error
     on all. Each epoch is shuffled anew, by a seed that the first rank draws in the first ``iter()``: from the generator
-    of the loader or sampler, else from torch's own. So ``torch.manual_seed`` on that rank makes a run repeatable, and
-    the other ranks may have other seeds.
+    of the loader or sampler, else from torch's own. So ``torch.manual_seed`` on that rank makes a run repeatable.
 
     A sampler or batch sampler of the script's own yields the whole order on every rank, and each rank takes its part.
     Its ``set_epoch``, if it has one, is called for each epoch.
 
-    Of an ``IterableDataset`` each rank reads everything, in each worker what that worker reads, and keeps its part. So
-    a dataset that divides itself among workers stays divided. The stream has to be the same on all ranks. Random
-    numbers in workers are, by the seed; without workers the dataset needs a seed of its own. All ranks have equally
-    many batches, unless ``tail="exact"``, without knowing the length before.
+    Of an ``IterableDataset`` each rank reads everything, in each worker what that worker reads, and keeps its part. The
+    stream has to be the same on all ranks. Random numbers in workers are, by the seed; without workers the dataset
+    needs a seed of its own. All ranks have equally many batches, unless ``tail="exact"``.
 
     ``loader.state_dict()`` is the epoch and the position, the same on all ranks, after the batches that the loop has
     taken. After ``load_state_dict`` the next ``iter()`` goes on there, with any number of ranks; of a stream only with

@@ -77,11 +77,9 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
 def average_buffers(model: torch.nn.Module, process_set: ProcessSet = global_process_set) -> None:
     """Makes the buffers of ``model`` equal on all ranks; blocks until all ranks have called it.
 
-    Buffers such as the running statistics of BatchNorm are no parameters: each rank computes them from its part of
-    the data. Floating and complex ones become the mean over the ranks, others (counts, masks, float8) become those of
-    the first rank.
-    Buffers that are not in the state of the model stay as they are. Call it before evaluating or saving, not in every
-    step.
+    Each rank computes buffers such as the running statistics of BatchNorm from its part of the data. Floating and
+    complex ones become the mean over the ranks, others (counts, masks, float8) those of the first rank. Buffers that
+    are not in the state of the model stay as they are. Call it before evaluating or saving.
 
     Args:
         model: Its buffers have the same names, shapes and dtypes on all ranks.

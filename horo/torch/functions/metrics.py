@@ -18,7 +18,7 @@ class MetricAverage:
     """Weighted means of metrics over all ranks: adds up on each rank, and exchanges a few numbers when they are asked.
 
     The weight of a value is usually the number of its samples. Then the results are the means over all samples, even if
-    ranks have different numbers of samples or batches, or none.
+    ranks have different numbers of them, or none.
 
     Args:
         names: Of the metrics, equal on all ranks and in the same order.

@@ -18,9 +18,8 @@ class LearningRateWarmup(LinearLR):
     """Raises the learning rate from that of one rank to that of all, in equal steps.
 
     N ranks with batch *b* take the steps of one process with batch *N b*, so a learning rate that was chosen for *b* is
-    multiplied by N. At the start that may be too much. Make the optimizer with the learning rate for all ranks; the
-    warm-up begins with 1/N of it, for each group (Goyal et al., Accurate, Large Minibatch SGD, 2017). SGD's momentum
-    needs no correction: torch multiplies by the learning rate after the momentum.
+    multiplied by N. Make the optimizer with that one; the warm-up begins with 1/N of it, for each group (Goyal et al.,
+    Accurate, Large Minibatch SGD, 2017). SGD's momentum needs no correction.
 
     Call ``step()`` after each training step, or after each epoch: ``steps`` counts these calls. Schedulers of torch
     whose ``step()`` multiplies the present rate, such as MultiStepLR and CosineAnnealingLR, may run beside it.

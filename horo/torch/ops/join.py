@@ -24,8 +24,7 @@ def join(device: int = -1) -> int:
     joined, and ``Min``, ``Max`` or ``Product`` with a ``prescale_factor``.
 
     An exception of a signal handler, such as Ctrl-C, ends the wait, but the rank has joined: another call waits on, and
-    other operations are refused until all ranks have joined. This wait is reported if nothing moves, but never ends the
-    job as a stall does.
+    other operations are refused. This wait is reported if nothing moves, but never ends the job.
 
     Args:
         device: Accepted for Horovod's scripts; not used.

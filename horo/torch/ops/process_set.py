@@ -216,12 +216,11 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
     """Registers a process set. All ranks of the job call it, members and others, with the same ranks.
 
     Blocks until all have; operations in progress go on meanwhile. Threads that add or remove sets take turns, in the
-    same order on all ranks. An exception of a signal handler ends the wait, and the set is added all the same when the
-    other ranks come: another call with its ranks then returns it.
+    same order on all ranks. An exception of a signal handler ends the wait, not the change: another call with these
+    ranks returns the set.
 
     A rank that leaves the job, by ``shutdown()`` or at the end of its script, ends the operations of all sets. One that
-    the members of a set have begun goes on as long as it moves. If it is agreed on at that very moment, it may succeed
-    on some members and raise ``AbortedError`` on others.
+    is agreed on at that very moment may succeed on some members and raise ``AbortedError`` on others.
 
     Args:
         process_set: A set that is not registered, or the ranks of its members, or a communicator, see ``ProcessSet``.
@@ -252,8 +251,8 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Removes a process set; all ranks of the job call it, when none of them has an operation of the set in progress.
 
-    Blocks until all have. The object can be added again. An exception of a signal handler ends the wait, and the set is
-    removed all the same when the other ranks come.
+    Blocks until all have. The object can be added again. An exception of a signal handler ends the wait, not the
+    change.
 
     Args:
         process_set: The set.
