@@ -20,6 +20,8 @@ from contest import Contest, start
 from rounds import Plan, play
 from sizes import Target
 
+from horo.bench.table import sizes_of
+
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time of an allreduce by horo and its peers.")
@@ -31,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures, prints, writes. Returns 1 if a sum was wrong."""
     contestants = peers.available(arguments.peers)
     plan = Plan(rounds=arguments.rounds, turn_ms=arguments.turn_ms)
-    cases = sizes.make_cases(sizes.sizes_of(arguments.min, arguments.max, arguments.step), arguments.dtype)
+    cases = sizes.make_cases(sizes_of(arguments.min, arguments.max, arguments.step), arguments.dtype)
     with (
         options.hosts(arguments) as hosts,
         Contest(contestants, arguments.np, turn_limit_s=arguments.turn_limit_s, hosts=hosts) as contest,

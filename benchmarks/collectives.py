@@ -21,6 +21,8 @@ from contest import Contest, start
 from rounds import Plan, Result, play
 from sizes import Operation, Target
 
+from horo.bench.table import sizes_of
+
 OPERATIONS = {name: operation for name, operation in sizes.OPERATIONS.items() if name != "allreduce"}
 
 
@@ -51,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures, prints, writes. Returns 1 if a result was wrong."""
     contestants = peers.available(arguments.peers)
     plan = Plan(rounds=arguments.rounds, turn_ms=arguments.turn_ms)
-    wanted = sizes.sizes_of(arguments.min, arguments.max, arguments.step)
+    wanted = sizes_of(arguments.min, arguments.max, arguments.step)
     rows: list[dict[str, Any]] = []
     all_results: list[Result] = []
     with (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,40 +13,27 @@ import report
 from contest import Contest, ContestError
 from rounds import Case, Plan, Result, describe_probe, play
 
+from horo.bench import operations as measured
+
 ITEM_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int64": 8}
 
 
-@dataclass(frozen=True)
-class Operation:
-    """One collective operation.
+@dataclass(frozen=True, kw_only=True)
+class Operation(measured.Measured):
+    """One collective operation, with what it does with the tensor whose size the tables name, for their titles."""
 
-    Attributes:
-        name: as users call it.
-        what: what it does with the tensor whose size the tables name, for their titles.
-        bus_factor: by the number of ranks, the bytes that must cross the link of the busiest rank for each of its
-            tensor; README.md derives it.
-        in_parts: whether the ranks get or give equal parts of the tensor.
-    """
-
-    name: str
     what: str
-    bus_factor: Callable[[int], float]
-    in_parts: bool = True
 
 
-def other_parts(ranks: int) -> float:
-    """What the others have of a tensor in equal parts."""
-    return (ranks - 1) / ranks
-
-
-ALLREDUCE = Operation("allreduce", "in-place sum", lambda ranks: 2 * other_parts(ranks), in_parts=False)
-OPERATIONS = {
-    "allreduce": ALLREDUCE,
-    "reducescatter": Operation("reducescatter", "sum of a tensor, of which each rank gets a part,", other_parts),
-    "alltoall": Operation("alltoall", "a part of a tensor for each rank,", other_parts),
-    "allgather": Operation("allgather", "a tensor of the parts of all ranks,", other_parts),
-    "broadcast": Operation("broadcast", "a tensor of rank 0 for all, in place,", lambda ranks: float(ranks > 1), False),
+_WHAT = {
+    "allreduce": "in-place sum",
+    "reducescatter": "sum of a tensor, of which each rank gets a part,",
+    "alltoall": "a part of a tensor for each rank,",
+    "allgather": "a tensor of the parts of all ranks,",
+    "broadcast": "a tensor of rank 0 for all, in place,",
 }
+OPERATIONS = {name: Operation(**vars(measured.OPERATIONS[name]), what=what) for name, what in _WHAT.items()}
+ALLREDUCE = OPERATIONS["allreduce"]
 
 
 def add_options(parser: argparse.ArgumentParser, largest: str) -> None:
@@ -68,13 +55,6 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
     if arguments.max < arguments.min:
         parser.error(f"--max {arguments.max} is below --min {arguments.min}")
     return arguments
-
-
-def sizes_of(smallest: int, largest: int, step: int) -> list[int]:
-    sizes = [smallest]
-    while sizes[-1] * step <= largest:
-        sizes.append(sizes[-1] * step)
-    return sizes
 
 
 def make_cases(sizes: Sequence[int], dtype: str, ranks: int = 1, operation: Operation = ALLREDUCE) -> list[Case]:

@@ -9,29 +9,13 @@ import numpy as np
 from contestant import Unsupported, Work
 from libraries import Library
 
-PERIOD = 3
-
-
-def pattern_factor(rank: int) -> int:
-    """What a rank multiplies the pattern with; small, so that sums are exact in every dtype."""
-    return rank % 4 + 1
-
-
-def fill_pattern(values: Any, factor: int) -> None:
-    """Fills a tensor or an array with ``factor`` times 1, 2, 3, 1, 2, 3, ..."""
-    for place in range(PERIOD):
-        values[place::PERIOD] = factor * (place + 1)
-
-
-def count_wrong(values: Any, factor: int, first: int = 0) -> int:
-    """How many elements differ from what ``fill_pattern`` writes with ``factor``, from element ``first`` on."""
-    return sum(int((values[place::PERIOD] != factor * ((first + place) % PERIOD + 1)).sum()) for place in range(PERIOD))
+from horo.bench.operations import count_wrong, fill_pattern, pattern_factor
 
 
 def prepare(library: Library, parameters: dict[str, Any]) -> Work:
     """``parameters``: dtype, count (elements), name."""
     dtype, count, name = parameters["dtype"], parameters["count"], parameters["name"]
-    total = sum(pattern_factor(rank) for rank in range(library.size))
+    total = sum(map(pattern_factor, range(library.size)))
     if library.kind == "mpi":
         return work_with_numpy(library, dtype, count, total)
     return work_with_torch(library, dtype, count, name, total)

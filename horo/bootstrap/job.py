@@ -48,6 +48,7 @@ from horo.config.table import Config, LaunchVariables, drop_variables, environme
 from horo.core.context import simd_name, version
 from horo.core.memory import arena_bytes, create_memory
 from horo.core.setup import MpiUse, Setup, close_setup
+from horo.diagnostics.board import BOARD_BYTES, Board
 from horo.errors import InternalError, ResourceError
 
 __all__ = ["connect", "start"]
@@ -107,7 +108,7 @@ def start(
     starts = _starts.setdefault(launch if launch.generation is None else launch.job_id, _Starts())
     starts.count = launch.generation or starts.count + 1
     began = time.monotonic()
-    connection = connect(launch, config, starts.count, starts.leftovers)
+    connection = connect(launch, config, starts.count, starts.leftovers, has_board=True)
     try:
         chosen = {"segment_bytes": _first_segment(connection.setup), "gradients_ready": connection.gradients_ready}
         job = RunningRank(connection, reporter, settings_of(config, chosen))
@@ -148,6 +149,8 @@ def connect(
     epoch: int,
     leftovers: list[str],
     torch_store: tuple[OpenStore, str | None] | None = None,
+    *,
+    has_board: bool = False,
 ) -> Connection:
     """Does all steps of ``start`` before the context exists.
 
@@ -158,6 +161,7 @@ def connect(
         leftovers: keys of this rank from its earlier starts, deleted once all ranks are in this one; keys of this start
             that stay in the store are appended.
         torch_store: the store, in place of the launcher's, and the address of this machine from which it is reached.
+        has_board: whether ranks of a host show one another their last steps.
     """
     if launch.size == 1:
         return _alone(launch, config)
@@ -174,7 +178,8 @@ def connect(
                 launch.torch_master is None and torch_store is not None and (missing := make_room(2 * launch.size + 2))
             ):
                 raise ResourceError(f"a group of {launch.size} ranks needs {missing}")
-            return _join(_Start(launch, config, epoch, rendezvous, address, partial(_forget, store, leftovers)), secret)
+            forget = partial(_forget, store, leftovers)
+            return _join(_Start(launch, config, epoch, rendezvous, address, forget, has_board), secret)
     finally:
         store.close()
 
@@ -236,6 +241,7 @@ class _Start:
     rendezvous: Rendezvous
     address: str | None
     forget_earlier: Callable[[], None]
+    has_board: bool
 
 
 def _join(start: _Start, secret: bytes) -> Connection:
@@ -250,7 +256,12 @@ def _join(start: _Start, secret: bytes) -> Connection:
     candidates = group_ranks([info.identity for info in infos]).members(launch.rank)
     segment_bytes = slot_bytes(config, machine_count(infos))
     arena, grouping = join_arena(
-        rendezvous, candidates, secret, start.epoch, lambda count: arena_bytes(count, segment_bytes)
+        rendezvous,
+        candidates,
+        secret,
+        start.epoch,
+        lambda count: arena_bytes(count, segment_bytes),
+        board_bytes=BOARD_BYTES if start.has_board else 0,
     )
     try:
         by_mpi = carries_data(config, launch.mpi, [info.mpi_threads for info in infos], grouping)
@@ -262,6 +273,7 @@ def _join(start: _Start, secret: bytes) -> Connection:
         except BaseException:
             links.abort()
             raise
+        board = _board(arena, launch.rank, grouping)
     except BaseException:
         arena.close()
         raise
@@ -277,7 +289,17 @@ def _join(start: _Start, secret: bytes) -> Connection:
         directory,
         launch.mpi,
         search_of(config, setup, machine_count(infos)),
+        board,
     )
+
+
+def _board(arena: Arena, rank: int, grouping: Grouping) -> Board | None:
+    """Takes the descriptor over. A host that is not the whole job has none: its ranks do not know the slowest."""
+    fd, arena.board = arena.board, -1
+    if fd >= 0 and len(grouping.hosts) > 1:
+        os.close(fd)
+        return None
+    return Board(fd, rank, grouping.members(rank)) if fd >= 0 else None
 
 
 def _directory(

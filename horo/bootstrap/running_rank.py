@@ -23,6 +23,7 @@ from horo.bootstrap.tuned_values import tuned_overlap, tuned_settings
 from horo.config.settings import Settings
 from horo.core.context import Context
 from horo.core.setup import Setup
+from horo.diagnostics.board import Board
 from horo.errors import AbortedError, GroupError, HoroError, NotInitializedError, PeerLostError
 from horo.timeline import TimelineError
 from horo.timeline.recording import finish
@@ -58,6 +59,7 @@ class Connection:
     """The MPI world of the job; None if the ranks did not start through MPI."""
     search: Search | None = None
     """Rank 0's, in a job that is autotuned."""
+    board: Board | None = field(default=None, repr=False)
 
 
 class RunningRank:
@@ -79,6 +81,7 @@ class RunningRank:
         timelines: files that ranks of this host have been asked for, each with its rank.
         settings: those in force at the start; see ``settings_now``.
         thread_error: the exception that has ended a thread of this rank which took part in operations; empty: none.
+        board: where the ranks of a job on one host show one another their last steps; None: there are others, or none.
         nccl_device: the number of the GPU that NCCL was set up for; None: the job does not use NCCL.
     """
 
@@ -98,6 +101,7 @@ class RunningRank:
         self._tuner = None if connection.search is None else Tuner(self.context, connection.search)
         self.gradients_ready = connection.gradients_ready
         self.directory = connection.directory
+        self.board = connection.board
         self.mpi = connection.mpi
         self.nccl_device: int | None = None
         self._nccl: Nccl | None = None
@@ -167,6 +171,8 @@ class RunningRank:
                 self.context.destroy()
             if self._tuner is not None:
                 self._tuner.close()
+            if self.board is not None:
+                self.board.close()
             if isinstance(health, PeerLostError):
                 self._finish_timelines(lost)
             if not _ranks:

@@ -60,13 +60,18 @@ class _Host:
         self._keys = [f"{prefix}{_TOPIC}/{rank}" for rank in range(1, size)]
         self._asked = 0
 
-    def answer(self) -> None:
-        """Answers the ranks that have asked since the last call, and those of earlier rounds, which are gone."""
+    def answer(self) -> bool:
+        """Answers the ranks that have asked since the last call, and those of earlier rounds, which are gone.
+
+        Returns:
+            Whether one has asked.
+        """
         asked = self._store.add(f"{self._prefix}{PROGRESS}", 0)
         if asked == self._asked:
-            return
+            return False
         self._asked = asked
         for key in self._keys:
             nonce = self._store.look(key)
             if nonce is not None and _NAME.fullmatch(nonce):
                 self._store.set(self._prefix + nonce.decode(), self._name)
+        return True

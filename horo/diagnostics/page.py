@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import resource
 import struct
 
 from horo.inherited import inherited
@@ -29,10 +30,12 @@ _NUMBER = struct.Struct("<Q")
 _WITHIN_AT = _FIRST.size
 _COUNTS_AT = _WITHIN_AT + _WITHIN.size
 _NUMBER_AT = _COUNTS_AT + _COUNTS.size
+_PEAK_AT = _NUMBER_AT + _NUMBER.size
 _SAMPLES_AT = 256
 _SAMPLE = struct.Struct("<III")
 _BYTES = _SAMPLES_AT + SAMPLES_MAX * _SAMPLE.size
 _TRIES = 3
+_PEAK_MAX = 1 << 60
 _U32 = (1 << 32) - 1
 
 
@@ -68,6 +71,7 @@ class Page:
     def step_ends(self, *sums: int) -> None:
         """It has done one: the sums over all, as ``read`` gives them. It is in no step now."""
         _COUNTS.pack_into(self._memory, _COUNTS_AT, *sums)
+        _NUMBER.pack_into(self._memory, _PEAK_AT, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
         _WITHIN.pack_into(self._memory, _WITHIN_AT, 0)
 
     def add_sample(self, number: int, waiting_us: int, loading_us: int) -> bool:
@@ -150,7 +154,7 @@ def read(fd: int, *, with_samples: bool = True) -> dict[str, object] | None:
         "within": within,
         "samples": [[row[column] for row in rows] for column in range(3)],
         "via": via.rstrip(b"\0").decode("ascii", "replace"),
-        "peak": 0,
+        "peak": min(_NUMBER.unpack_from(data, _PEAK_AT)[0], _PEAK_MAX),
         "gpu_peak": 0,
         "on_cpu": 0,
         "unused": [],

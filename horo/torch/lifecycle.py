@@ -210,8 +210,9 @@ def stats() -> Stats:
 
     Returns:
         An object with ``steps``, ``last`` and ``total`` (each has ``steps``, ``seconds``, ``computing``, ``waiting``
-        for other ranks, ``moving`` data, ``loading``, ``bytes``, ``tensors`` and ``batches``), ``peak_memory`` and
-        ``peak_gpu_memory`` in bytes. A rank that waits less than the others is the slowest.
+        for other ranks, ``moving`` data, ``loading``, ``bytes``, ``tensors`` and ``batches``), ``slowest`` (in a job on
+        one host, the ``rank`` that the others waited for in the last 64 steps, its ``share`` of them, ``behind_s`` and
+        ``loading_s`` in seconds; else None), ``peak_memory`` and ``peak_gpu_memory`` in bytes.
 
     Raises:
         NotInitializedError: Before ``init()``.

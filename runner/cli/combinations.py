@@ -92,7 +92,7 @@ _ELASTIC = (
     "blacklist_cooldown_range",
 )
 """Options that have a meaning in elastic jobs only."""
-_NOT_ELASTIC = ("no_torch_env", "master_port", "timeline_merge", "bind_to", "bind_gpus", "check_hosts")
+_NOT_ELASTIC = ("no_torch_env", "master_port", "timeline_merge", "bind_to", "bind_gpus", "check_hosts", "bench")
 """Options that an elastic job does not have: what they set is fixed at the start of a job."""
 _EXCLUDED = {
     "master_port": "no_torch_env",

@@ -119,6 +119,7 @@ def parse(
     check_combinations(line.given, command)
     if given.check_build:
         return None
+    command = _bench(given, command) if given.bench else command
     if given.attach:
         return Job(size=0, command=(), attach=given.attach, stacks=given.stacks)
     _check_words(given, command)
@@ -173,6 +174,17 @@ def parse(
         metrics=given.metrics_port,
         elastic=elastic,
     )
+
+
+def _bench(given: argparse.Namespace, words: Sequence[str]) -> list[str]:
+    """The command of ``--bench``, whose table is shown as it is."""
+    from horo.bench.options import BenchOptionError, command_of  # noqa: PLC0415 - --help does without
+
+    given.no_prefix = not given.prefix_timestamp
+    try:
+        return command_of(words)
+    except BenchOptionError as error:
+        raise JobError(f"--{error}") from None
 
 
 def _check_words(given: argparse.Namespace, command: Sequence[str]) -> None:

@@ -410,6 +410,10 @@ def _add_information(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "-cb", "--check-build", action="store_true", help="show what this installation can do, and where it is"
     )
+    group.add_argument(
+        "--bench", action="store_true",
+        help="measure what these ranks can exchange, instead of a command; 'horo bench --help' has the options",
+    )  # fmt: skip
 
 
 class CommandLine(NamedTuple):

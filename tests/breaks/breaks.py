@@ -80,7 +80,7 @@ BREAKS = (
           "        hr_team_wake_all(team); /* only",
           "        /* only",
           "An operation with a rank that is late takes until the next deadline of those that sleep.",
-          "tests/native/test_reducescatter.py -k kinds"),
+          "tests/native/test_stress.py -k one_host"),
     Break("node-lost-wake-up", "native/src/node/wait.c",
           "const int is_ready = ready(node, arg);",
           "const int is_ready = arg == NULL && ready(node, arg);",

@@ -4,15 +4,12 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import kernel_oracle as oracle
 import numpy as np
 import pytest
 from adasum_oracle import adasum, tolerance
 from ranks import Rank, on_ranks, over_every_layout, run_ranks
 
 from horo.core import context
-from horo.core.context import RequestBuffer, Tensor
-from horo.errors import UnsupportedError
 
 DIGITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 52}
 COUNTS = [0, 1, 2, 7, 64, 1001, 30_011]
@@ -74,16 +71,6 @@ def test_float16_is_computed_in_float32(hosts: list[int]) -> None:
     assert_same_bits(run_ranks(body, hosts))
 
 
-@on_ranks([3], [2, 1])
-def test_bfloat16(rank: Rank) -> None:
-    inputs = [oracle.narrow_bfloat16(values_of(r, 3001, np.float32)) for r in range(rank.size)]
-    bits = inputs[rank.rank].copy()
-    tensor = Tensor(bits.ctypes.data, bits.ctypes.data, bits.shape, context.DTYPES["bfloat16"])
-    request = RequestBuffer.of(context.OPS["allreduce"], "b", [tensor], reduce_op=OP, sync=True)
-    rank.context.run(request)
-    check(oracle.widen_bfloat16(bits), [oracle.widen_bfloat16(i) for i in inputs], "bfloat16")
-
-
 @over_every_layout
 @on_ranks("host_of_rank")
 def test_orthogonal_vectors_add_to_the_bit(rank: Rank) -> None:
@@ -92,14 +79,6 @@ def test_orthogonal_vectors_add_to_the_bit(rank: Rank) -> None:
         array[rank.rank :: rank.size] = values_of(rank.rank, len(array[rank.rank :: rank.size]), np.float32)
         summed = rank.allreduce(array.copy(), f"sum{count}")
         assert np.array_equal(combined(rank, array, str(count)), summed)
-
-
-@on_ranks([2], [1, 1])
-def test_parallel_vectors_average_whatever_their_lengths(rank: Rank) -> None:
-    array = np.arange(1000, dtype=np.float64) * 4**rank.rank
-    assert np.array_equal(combined(rank, array), np.arange(1000) * 2.5)
-    opposite = combined(rank, array * (-1) ** rank.rank, "opposite")  # factors 1 + 2 and 1 + 1/8
-    assert np.array_equal(opposite, np.arange(1000) * (3 - 4 * 1.125))
 
 
 @on_ranks([3], [4], [2, 1], [2, 2])
@@ -144,13 +123,3 @@ def test_what_is_not_finite_spreads_over_its_tensor_only(rank: Rank, bad: float)
     rank.finish(rank.submit("allreduce", "both", [poisoned, clean], reduce_op=OP))
     assert np.isnan(poisoned).all()
     check(clean, [values_of(r, 2000, seed=1) for r in range(rank.size)], "float64")
-
-
-@on_ranks([2])
-def test_what_cannot_be_done_is_refused(rank: Rank) -> None:
-    for dtype in (np.int32, np.uint8, np.bool_):
-        with pytest.raises(UnsupportedError, match=rf"allreduce 'x': this op is not offered for {np.dtype(dtype)}"):
-            combined(rank, np.ones(3, dtype))
-    with pytest.raises(UnsupportedError, match="reducescatter 's': op Adasum is offered by allreduce only"):
-        rank.submit("reducescatter", "s", [np.ones(4)], outputs=[np.ones(2)], reduce_op=OP)
-    assert (combined(rank, np.ones(3)) == 1).all()

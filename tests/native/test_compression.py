@@ -125,14 +125,6 @@ def test_in_place_and_at_any_address_gives_the_same_bits(rank: Rank, half_name: 
             assert not room[:skip].any() and not room[skip + count * 4 :].any()
 
 
-@on_ranks([2, 1])
-def test_a_name_may_change_how_it_travels(rank: Rank) -> None:
-    fine = 1 + 2.0**-12
-    for wire in ("bfloat16", None, None, "float16", "bfloat16", "bfloat16"):
-        result = rank.allreduce(np.full(9, fine, np.float32), wires=[wire])
-        assert (result == (fine if wire is None else 1.0) * rank.size).all(), wire
-
-
 @by_half
 @pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [1, 1, 1]], ids=str)
 def test_a_link_carries_half_the_bytes_of_float32_and_a_quarter_of_float64(hosts: list[int], half_name: str) -> None:

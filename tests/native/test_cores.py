@@ -133,18 +133,6 @@ def test_the_last_rank_on_a_crowded_core_goes_where_fewer_are(
     assert choose(native, core_of, me, allowed) == expected
 
 
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.sets(st.integers(0, 7), min_size=1))
-def test_moving_all_at_once_and_again_spreads_evenly(native: ModuleType, core_of: list[int], allowed: set[int]) -> None:
-    cores = [core if core in allowed else min(allowed) for core in core_of]
-    for _ in range(100):
-        moves = [choose(native, cores, me, sorted(allowed)) for me in range(len(cores))]
-        if all(move < 0 for move in moves):
-            break
-        cores = [core if move < 0 else move for core, move in zip(cores, moves, strict=True)]
-    crowd = [cores.count(core) for core in allowed]
-    assert max(crowd) - min(crowd) <= 1, cores
-
-
 def together(goes_on: Callable[[Rank], bool], **options: Any) -> list[int]:
     """Two ranks begin on one core, rank 1 may use two, and call while both say so; how often each has moved."""
 

@@ -1,17 +1,14 @@
 """What ranks note of their work: in which order, under which threads, and when they show it."""
 
 import os
-import re
 import time
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, on_ranks, run_ranks, wait_for
+from ranks import Group, Rank, on_ranks
 
 from horo.core.context import Event
-from horo.errors import AbortedError, MismatchError, StalledError, UsageError
-
-HEADING = "the last events on this rank, the oldest first:"
+from horo.errors import AbortedError, UsageError
 
 
 def of(rank: Rank, name: str) -> list[Event]:
@@ -44,34 +41,6 @@ def test_a_batch_is_noted_with_what_shares_it(rank: Rank) -> None:
     assert sum(batch.bytes for batch in batches) == 20 * 80
     for step in ("submitted", "agreed", "ended"):
         assert sorted(event.name for event in events if event.event == step) == sorted(f"g{i}" for i in range(20))
-
-
-@on_ranks([2])
-def test_a_request_that_differs_is_noted_as_failed(rank: Rank) -> None:
-    with pytest.raises(MismatchError):
-        rank.allreduce(np.ones(3 + rank.rank), "x")
-    assert [(event.event, event.status) for event in of(rank, "x")] == [
-        ("submitted", ""),
-        ("failed", "HORO_ERR_MISMATCH"),
-    ]
-
-
-def test_a_stall_that_ends_the_job_shows_the_events(capfd: pytest.CaptureFixture[str]) -> None:
-    def body(rank: Rank) -> None:
-        rank.allreduce(np.ones(3), "done")
-        if rank.rank == 1:
-            wait_for(lambda: rank.context.health() is not None)
-            return
-        with pytest.raises(StalledError):
-            rank.barrier("late")
-
-    run_ranks(body, [2], stall_warning_ms=300, stall_shutdown_ms=3000)  # the first operation is not held up so long
-    (block,) = re.findall(rf"horo \[0\] error: {HEADING}\n((?: .*\n)*)", capfd.readouterr().err)
-    assert [line.split("s ago  ")[1] for line in block.splitlines()][-3:] == [
-        "finished   allreduce 'done', 24 bytes",
-        "submitted  barrier 'late'",
-        "the group ended: stalled, rank 1",
-    ]
 
 
 def test_a_shutdown_shows_nothing(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,14 +1,13 @@
 """Hosts of more ranks than fit into small arrays."""
 
 import resource
-import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from ranks import Group, Rank, on_ranks, wait_for
 
-from horo.errors import AbortedError, PeerLostError
+from horo.errors import PeerLostError
 
 
 @pytest.fixture(autouse=True)
@@ -36,23 +35,6 @@ def test_a_rank_that_waits_hears_of_a_death_while_rank_0_computes(size: int, pol
 
     with Group([size], segment_bytes=1 << 12) as group:
         group.run(body, ranks=[1])
-
-
-def test_a_rank_that_waits_hears_of_a_leaver_while_rank_0_computes() -> None:
-    submitted = threading.Event()
-
-    def body(rank: Rank) -> None:
-        if rank.rank == 65:
-            assert submitted.wait(20)
-            group.leave(65)
-            return
-        handle = rank.submit("barrier", "never", [])
-        submitted.set()
-        with pytest.raises(AbortedError, match=r"rank 65 \(host0\) has shut horo down"):
-            rank.finish(handle)
-
-    with Group([66], segment_bytes=1 << 12) as group:
-        group.run(body, ranks=[1, 65])
 
 
 @on_ranks([66], [66, 1], [1, 66], segment_bytes=1 << 12)

@@ -10,7 +10,6 @@ import pytest
 from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
 from ranks import Group, Links, Rank, hosts_of, recorded_stderr, run_ranks, wait_for
 
-from horo.core import context
 from horo.errors import GroupError, StalledError
 
 ONES = np.ones(5, np.float32)
@@ -25,26 +24,6 @@ def add_teams(own: OnGpu, links: Links, sets: Sequence[list[int]] = SETS, key: o
 def begin(own: OnGpu, name: str, team: int = 0, array: np.ndarray = ONES) -> tuple[int, int]:
     handle, source, _ = own.submit("allreduce", name, array, reduce_op=SUM, team=team)
     return handle, source
-
-
-@pytest.mark.parametrize("hosts", HOSTS, ids=str)
-def test_a_process_set_has_a_communicator_of_its_own(gpu: Gpu, nccl: Nccl, hosts: list[int]) -> None:
-    links = Links(hosts_of(hosts))
-
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl)
-        (team,) = add_teams(own, links, [[1, 2]])
-        if rank.rank > 0:
-            mine = np.full((2, 3), rank.rank, np.float32)
-            assert own.run("allreduce", "x", mine, reduce_op=context.REDUCE_OPS["average"], team=team)[0, 0] == 1.5
-            assert own.run("broadcast", "b", mine, root_rank=2, team=team)[0, 0] == 2
-        assert own.allreduce(ONES).tolist() == [3.0] * 5
-        own.close()
-
-    run_ranks(body, hosts)
-    assert nccl.counts()["launched"] == 2 * 2 + 3
-    assert (nccl.counts()["destroys"], nccl.counts()["aborts"]) == (5, 0)
-    assert gpu.counts()["pinned_ever"] == 0
 
 
 def teams_of(rank: Rank, teams: Sequence[int], sets: Sequence[list[int]] = SETS) -> list[tuple[int, int]]:

@@ -69,24 +69,6 @@ def test_a_token_goes_round(rank: Rank, sync: bool) -> None:
             rank.finish(rank.receive(token, rank.size - 1))
 
 
-@ways
-@on_ranks("direct_bytes", "hosts")
-def test_tags_are_matched_in_any_order_and_one_tag_in_its_own(rank: Rank) -> None:
-    tags, each, last = 40, 5, rank.size - 1
-    arrays = {(tag, i): np.full(1 + i * 3000, tag * each + i, np.int32) for tag in range(tags) for i in range(each)}
-    if rank.rank == 0:
-        handles = [rank.send(arrays[tag, i], last, tag) for tag in range(tags) for i in range(each)]
-    elif rank.rank == last:
-        got = {key: np.zeros_like(array) for key, array in arrays.items()}
-        handles = [rank.receive(got[tag, i], 0, tag) for i in range(each) for tag in reversed(range(tags))]
-    else:
-        return
-    for handle in reversed(handles):
-        rank.finish(handle)
-    if rank.rank == last:
-        assert all(np.array_equal(got[key], array) for key, array in arrays.items())
-
-
 @pytest.mark.parametrize("hosts", [[4], [1, 2, 1], [2, 2]], ids=str)
 @on_ranks("hosts")
 def test_a_receive_from_any_rank_tells_whose_it_was_and_starves_nobody(rank: Rank, hosts: list[int]) -> None:

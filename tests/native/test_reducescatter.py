@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import Rank, on_ranks, over_every_layout
+from ranks import Rank, on_ranks
 
 from horo.core import context
-from horo.errors import UnsupportedError, UsageError
 
 
 def rows_of(rows: int, size: int, rank: int) -> slice:
@@ -30,21 +29,6 @@ def scatter(
     return outputs
 
 
-def table(rows: int, columns: int, dtype: type = np.float64) -> np.ndarray:
-    return (np.arange(rows * columns) % 1000).reshape(rows, columns).astype(dtype)
-
-
-@over_every_layout
-@on_ranks("host_of_rank", segment_bytes=1 << 12)
-def test_a_group_of_several_kinds(rank: Rank) -> None:
-    kinds = [("float32", 3), ("int64", 10), ("float32", 70_001), ("float32", 0), ("float16", 11), ("float32", 5)]
-    for step in range(3):
-        arrays = [(np.arange(n) % 7 + step).astype(dtype) for dtype, n in kinds]
-        for got, array in zip(scatter(rank, arrays), arrays, strict=True):
-            mine = rows_of(len(array), rank.size, rank.rank)
-            assert np.array_equal(got, (array * array.dtype.type(rank.size))[mine])
-
-
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @on_ranks([2], [4], [1, 1], [2, 2])
 def test_on_one_host_and_on_two_the_bits_are_those_of_an_allreduce(rank: Rank, dtype: type) -> None:
@@ -62,12 +46,3 @@ def test_more_ranks_than_a_slot_has_lines(rank: Rank) -> None:
         (got,) = scatter(rank, [np.arange(rows) * (rank.rank + 1)], f"{rows}")
         total = rank.size * (rank.size + 1) // 2
         assert np.array_equal(got, np.arange(rows)[rows_of(rows, rank.size, rank.rank)] * total)
-
-
-@on_ranks([2])
-def test_what_cannot_be_done_is_refused(rank: Rank) -> None:
-    scalar = np.ones(())
-    with pytest.raises(UsageError, match="reducescatter 's': a scalar has no first dimension to split along"):
-        rank.submit("reducescatter", "s", [scalar], outputs=[scalar], reduce_op=context.REDUCE_OPS["sum"])
-    with pytest.raises(UnsupportedError, match="reducescatter 's': this op is not offered for bool"):
-        scatter(rank, [np.ones(3, np.bool_)], op="average")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from ranks import Rank, describe, on_ranks, over_every_layout
 
 from horo.core import context
 from horo.core.context import Tensor
-from horo.errors import MismatchError, UnsupportedError, UsageError
+from horo.errors import MismatchError, UsageError
 
 NULL = 0
 SIZES = (0, 1, 5, 1000, 70_001)
@@ -77,29 +78,15 @@ def test_any_root_and_size_over_any_layout(rank: Rank) -> None:
 @pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.float16, np.float32, np.float64])
 @on_ranks([2], [3], [1, 1], [2, 2])
 def test_on_every_layout_the_bits_are_those_of_an_allreduce(rank: Rank, op: str, dtype: type) -> None:
-    for count in (9, 4097, 60_000):
+    forms: list[tuple[str | None, dict[str, float]]] = [(None, {})]
+    if dtype is np.float32 and op in ("sum", "average"):
+        forms += [(None, {"prescale": 0.5, "postscale": 4.0}), ("float16", {})]
+    for count, (wire, factors) in itertools.product((9, 4097, 60_000), forms):
         values = (np.random.default_rng(rank.rank).standard_normal(count) * 3).astype(dtype)
-        whole = rank.allreduce(values.copy(), f"a{count}", op)
-        got = reduce(rank, values, rank.size - 1, f"r{count}", op)
+        name = f"{count} {wire} {factors}"
+        whole = rank.allreduce(values.copy(), f"a{name}", op, wires=[wire], **factors)
+        got = reduce(rank, values, rank.size - 1, f"r{name}", op, wire=wire, **factors)
         assert got is None or np.array_equal(got, whole, equal_nan=dtype not in (np.uint8, np.int32))
-
-
-@on_ranks([3], [2, 1], segment_bytes=1 << 12)
-def test_factors_and_a_narrower_form_on_the_way(rank: Rank) -> None:
-    values = np.arange(5000, dtype=np.float32) % 64
-    got = reduce_apart(rank, values, prescale=0.5, postscale=4.0)
-    assert got is None or np.array_equal(got, values * rank.size * 2)
-    got = reduce_apart(rank, values, wire="float16", name="narrow")
-    assert got is None or np.array_equal(got, values * rank.size)
-
-
-def reduce_apart(rank: Rank, values: np.ndarray, wire: str | None = None, name: str = "f", **options: Any) -> Any:
-    got = np.full_like(values, 99) if rank.rank == 1 else None
-    run(
-        rank, "reduce", name, [tensor(values, got, values, wire)],
-        root_rank=1, reduce_op=context.REDUCE_OPS["sum"], **options,
-    )  # fmt: skip
-    return got
 
 
 @over_every_layout
@@ -169,28 +156,6 @@ def test_in_a_process_set_the_root_is_a_rank_of_the_job(rank: Rank) -> None:
         with pytest.raises(UsageError, match=r"gather 'g': root rank 0 is no member of process set 1"):
             run(rank, "gather", "g", [tensor(mine, gathered, mine)], root_rank=0, team=team)
     rank.barrier("end")
-
-
-@on_ranks([2], [1, 1])
-def test_what_ranks_do_not_agree_on_fails_on_all(rank: Rank) -> None:
-    mine = numbered(rank.rank, 4)
-    both = np.zeros((2, 4))
-    with pytest.raises(MismatchError, match=r"gather 'g': rank 0 .* named root rank 0, rank 1 .* root rank 1"):
-        run(rank, "gather", "g", [tensor(mine, both, mine)], root_rank=rank.rank)
-    part = numbered(0, 4 + rank.rank)
-    with pytest.raises(MismatchError, match=r"scatter 's': rank 0 .* sent float64 \[4\], rank 1 .* float64 \[5\]"):
-        run(rank, "scatter", "s", [tensor(np.zeros((2, 5)), part, part)], root_rank=0)
-    rank.barrier()
-
-
-@on_ranks([2])
-def test_what_cannot_be_done_is_refused(rank: Rank) -> None:
-    one = np.ones(3)
-    with pytest.raises(UsageError, match="reduce 'r': root rank 2 does not exist; ranks are 0 to 1"):
-        run(rank, "reduce", "r", [tensor(one, one, one)], root_rank=2, reduce_op=context.REDUCE_OPS["sum"])
-    with pytest.raises(UnsupportedError, match="reduce 'r': op Adasum is offered by allreduce only"):
-        run(rank, "reduce", "r", [tensor(one, one, one)], reduce_op=context.REDUCE_OPS["adasum"])
-    rank.barrier()
 
 
 @on_ranks([3])

@@ -48,17 +48,6 @@ def test_a_team_is_removed_though_a_rank_has_refused_a_call_in_it(rank: Rank) ->
     assert (rank.allreduce(np.ones(2, np.float32)) == 2).all()
 
 
-@on_ranks([3])
-def test_a_team_has_its_own_numbers_in_the_flight_recorder(rank: Rank) -> None:
-    team = rank.context.add_team([1, 2])
-    if rank.rank > 0:
-        rank.allreduce(np.ones(3, np.float32), "inside", team=team)
-        events = [event for event in rank.context.events() if event.name == "inside"]
-        assert [event.event for event in events] == ["submitted", "agreed", "begun", "ended"]
-        assert {event.team for event in events} == {team}
-    assert "add_process_set" in {event.op for event in rank.context.events()}
-
-
 @on_ranks([3], [1, 2], segment_bytes=4096)
 def test_numbers_are_used_again_and_nothing_of_the_former_team_is_left(rank: Rank) -> None:
     for step in range(40):

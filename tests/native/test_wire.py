@@ -204,12 +204,6 @@ def test_a_cut_or_changed_message_is_decoded_or_refused_and_never_read_past_its_
     assert rejected[0] >= len(data)
 
 
-@given(data=st.binary(max_size=300), kind=st.integers(0, 10))
-def test_arbitrary_bytes_are_decoded_or_refused(wire: Wire, data: bytes, kind: int) -> None:
-    assert wire.status(data) in {OK, INTERNAL}
-    assert wire.status(bytes([kind]) + data) in {OK, INTERNAL}
-
-
 def request_bytes(request: Request, **changes: tuple[int, str, Any]) -> bytes:
     """A valid request with single fields overwritten: (offset, struct format, value)."""
     data = bytearray(oracle.request(request))

@@ -13,7 +13,6 @@ import pytest
 from horo.bootstrap.launchers import detect as detect_module
 from horo.bootstrap.launchers.detect import detect_launch, rank_of_launcher
 from horo.bootstrap.mpi import world as mpi_launch
-from horo.bootstrap.mpi.world import MpiLauncherVariable, read_launcher_variable
 from horo.config.table import read_config
 from horo.errors import ResourceError, UsageError
 
@@ -100,22 +99,6 @@ def no_mpi4py(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "variable"),
-    [
-        (OPEN_MPI, MpiLauncherVariable("OMPI_COMM_WORLD_SIZE", "4", 4, 1)),
-        (HYDRA, MpiLauncherVariable("PMI_SIZE", "4", 4, 1)),
-        ({"PMIX_RANK": "2"}, MpiLauncherVariable("PMIX_RANK", "2", None, 2)),
-        ({"OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}, None),
-        ({"PMI_SIZE": "1", "PMI_RANK": "0"}, None),
-        ({"PMI_SIZE": "many"}, None),
-        ({}, None),
-    ],
-)
-def test_launcher_variables_of_mpi(environ: dict[str, str], variable: MpiLauncherVariable | None) -> None:
-    assert read_launcher_variable(environ) == variable
-
-
-@pytest.mark.parametrize(
     ("environ", "rank"),
     [
         (HYDRA, 1),
@@ -189,7 +172,7 @@ KINDS = [
     ((1, 4), PMI2, "mpi"),
     ((1, 4), PMIX, "mpi"),
     ((0, 1), {"HORO_CONTROLLER": "mpi"}, "mpi"),
-    *((None, environ, "none") for environ in ({}, {"OMPI_COMM_WORLD_SIZE": "1"})),
+    *((None, environ, "none") for environ in ({}, {"OMPI_COMM_WORLD_SIZE": "1"}, {"PMI_SIZE": "many"})),
     (None, SRUN, "slurm"),
     *((None, {**OPEN_MPI, **SRUN, **HORORUN, "HORO_CONTROLLER": each}, "hororun") for each in ("auto", "gloo")),
     *((None, {**OPEN_MPI, **SRUN, **TORCHRUN, "HORO_CONTROLLER": each}, "torchrun") for each in ("auto", "gloo")),

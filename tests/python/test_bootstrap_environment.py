@@ -158,22 +158,6 @@ def test_a_subset_needs_rank_0_where_that_hosts_torchs_store() -> None:
     assert subset(read_launch(TORCHRUN), [5, 1]).rank == 0
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {"HORO_SECRET": "ab" * 16},
-        {"SLURM_NTASKS": "4"},
-        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},
-        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"},
-        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967291"},
-        {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"},
-        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"},
-    ],
-)
-def test_plain_python_inside_an_allocation_is_a_job_of_one(environ: dict[str, str]) -> None:
-    assert read_launch(environ).kind == "none"
-
-
 names = st.sampled_from(sorted({*HORORUN, *TORCHRUN, *SLURM}))
 values = st.sampled_from(["", "0", "1", "2", "-1", "x", "10.0.0.1:1", "ab" * 16, "h[1-2]", "2(x2)"])
 
@@ -218,22 +202,6 @@ def test_a_damaged_list_is_named_in_the_error(text: str) -> None:
 def test_a_list_that_no_cluster_has_costs_no_memory(text: str) -> None:
     with pytest.raises(ValueError, match=str(HOSTS_MAX)):
         parse_host_list(text)
-
-
-letters = st.text("abcxyz.-_", min_size=1, max_size=6)
-spans = st.tuples(st.integers(0, 300), st.integers(0, 12), st.integers(1, 4))
-brackets = st.lists(spans, min_size=1, max_size=3)
-
-
-@given(st.lists(st.tuples(letters, brackets, letters | st.just("")), min_size=1, max_size=4))
-def test_a_list_that_is_written_is_read(entries: list[tuple[str, list[tuple[int, int, int]], str]]) -> None:
-    written, expected = [], []
-    for before, ranges, after in entries:
-        items = [f"{low:0{width}d}-{low + more:0{width}d}" for low, more, width in ranges]
-        written.append(f"{before}[{','.join(items)}]{after}")
-        for low, more, width in ranges:
-            expected += [f"{before}{str(number).zfill(width)}{after}" for number in range(low, low + more + 1)]
-    assert parse_host_list(",".join(written)) == expected
 
 
 @given(st.text("h[]-,019x ", max_size=12) | st.text(max_size=12))

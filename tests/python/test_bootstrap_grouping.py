@@ -90,14 +90,6 @@ def test_data_links_have_two_ends_and_lead_a_power_of_two_round_the_ring(count: 
     }
 
 
-@pytest.mark.parametrize(
-    ("count", "peers"),
-    [(1, 0), (2, 1), (3, 2), (4, 3), (5, 4), (6, 4), (7, 6), (8, 5), (16, 7), (64, 11), (100, 14), (1024, 19)],
-)
-def test_a_rank_has_few_data_links_however_many_hosts_there_are(count: int, peers: int) -> None:
-    assert {len(data_peers(host, count)) for host in range(count)} == {peers}
-
-
 def test_arena_memory_cannot_be_made_shorter() -> None:
     (setup,) = make_setups([1])
     with pytest.raises(PermissionError):

@@ -132,18 +132,6 @@ def test_any_members_on_any_hosts_are_linked_as_a_job_of_their_own_would_be(data
     check_team(connect_all(known, members), members, host_of_rank, sockets)
 
 
-def test_members_on_one_host_need_no_links_and_agree_all_the_same(tight: None) -> None:
-    board = Board(4)
-    outcomes = connect_all(directories([0, 1, 1, 1], sockets_per_peer=2), [1, 3], board=board)
-    assert board.calls == [2] * 4
-    for rank, place in ((1, 0), (3, 1)):
-        links = outcomes[rank]
-        assert isinstance(links, TeamLinks)
-        assert (links.rank, links.grouping.hosts) == (place, ((0, 1),))
-        assert (links.control_fds, links.data_fds) == ([-1], [-1] * 2)
-    assert (outcomes[0], outcomes[2]) == (None, None)
-
-
 def test_a_team_has_links_for_data_also_where_that_of_all_ranks_goes_by_mpi(tight: None) -> None:
     outcomes = connect_all(directories([0, 1], data_by_mpi=True), [0, 1])
     for other, links in zip((1, 0), outcomes, strict=True):

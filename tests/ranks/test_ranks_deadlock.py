@@ -9,8 +9,6 @@ import pytest
 from jobs import TORCH_S, Hororun
 from plain_ranks import PlainRanks
 
-everywhere = pytest.mark.parametrize("hosts", ["aa", "aabb", "abc"])
-
 UNEVEN = """
 import torch
 import horo.torch as hvd
@@ -126,26 +124,6 @@ def test_a_rank_with_a_signal_handler_is_waited_for(hororun: Hororun, tmp_path: 
     (tmp_path / "train.py").write_text(f"{HEAD}{script}job.close()\n")
     done = hororun.start("-np", "2", "train.py", where=where, cwd=tmp_path).finish(TORCH_S)
     assert done.returncode == 0, done.stderr
-
-
-@everywhere
-def test_all_ranks_end_later_calls_fail_and_a_job_may_start_again(tmp_path: Path, hosts: str) -> None:
-    everyone, last = range(len(hosts)), len(hosts) - 1
-    with PlainRanks(tmp_path, hosts) as ranks:
-        for _ in range(2):
-            ranks.all("start")
-            ranks.all("allreduce", "x")
-            for rank in everyone:
-                ranks.tell(rank, "allreduce", "own" if rank == last else "other")
-            answers = [ranks.answer(rank) for rank in everyone]
-            assert {(answer.get("error"), answer["lost"]) for answer in answers} == {("DeadlockError", True)}, answers
-            assert len({answer["text"] for answer in answers}) == 1
-            assert f"rank {last} for 'own' (plain_rank.py:" in answers[0]["text"]
-            for rank in everyone:
-                ranks.tell(rank, "allreduce", "x")
-            assert {ranks.answer(rank)["error"] for rank in everyone} == {"DeadlockError"}
-            ranks.all("close")
-        assert set(ranks.finish()) == {0}
 
 
 @pytest.mark.parametrize(

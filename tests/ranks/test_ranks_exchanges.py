@@ -9,25 +9,6 @@ import horo.torch as hvd
 from horo.errors import MismatchError, UnsupportedError, UsageError
 
 
-def _rows(counts: list[int], first: int, step: int) -> torch.Tensor:
-    """``counts[i]`` rows of a value for i."""
-    return torch.cat([torch.full((count, 3), first + step * i) for i, count in enumerate(counts)])
-
-
-@on("ranks")
-def test_each_gets_its_rows_from_all_in_their_order() -> None:
-    r, n = hvd.rank(), hvd.size()
-    for step in range(4):
-        counts = [[(s + 2 * d + step) % 4 * (1 + 300 * (step % 2)) for d in range(n)] for s in range(n)]
-        given = _rows(counts[r], 2 * r, 1)  # of 2 * origin + destination
-        wanted = _rows([counts[s][r] for s in range(n)], r, 2)
-        received = torch.tensor([counts[s][r] for s in range(n)], dtype=torch.int32)
-        for splits in (counts[r], torch.tensor(counts[r], dtype=torch.int32)):
-            got, rows = hvd.alltoall(given, splits)
-            assert rows.dtype == torch.int32
-            assert torch.equal(got, wanted) and torch.equal(rows, received)
-
-
 @on("ranks2")
 def test_forms_and_names_of_alltoall() -> None:
     r = hvd.rank()

@@ -9,28 +9,6 @@ import pytest
 from jobs import run_python
 
 pytestmark = pytest.mark.timeout(240)
-
-WORKER = """
-import os
-import torch
-import horo.torch as hvd
-
-class Data(torch.utils.data.Dataset):
-    def __len__(self):
-        return 1
-    def __getitem__(self, index):
-        try:
-            hvd.init()
-        except ValueError as error:
-            return str(error)
-        return f"joined as rank {hvd.rank()} of {hvd.size()}"
-
-if __name__ == '__main__':
-    hvd.init()
-    loader = torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context="spawn")
-    print(f"worker: {os.getpid()} hears: {next(iter(loader))[0]}")
-    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2.0
-"""
 PLAIN = f"""
 import multiprocessing, os, socket, subprocess, sys
 sys.path.insert(0, {str(Path(__file__).resolve().parent.parent)!r})
@@ -98,10 +76,6 @@ def test_what_inherits_a_ranks_place_is_refused_and_the_job_goes_on(tmp_path: Pa
         text += "    assert rank.allreduce('x') == [3.0, 3.0]\n"
     words = () if launcher == "hororun" else (*TORCHRUN, "2")
     are_refused(run(tmp_path / "train.py", text + "    rank.close()\n", *words).stdout.splitlines(), ways * 2)
-
-
-def test_a_worker_of_a_data_loader_is_refused_and_the_job_goes_on(tmp_path: Path) -> None:
-    are_refused(run(tmp_path / "train.py", WORKER).stdout.splitlines(), ["worker", "worker"])
 
 
 def test_a_script_without_a_guard_says_so_in_the_child(tmp_path: Path) -> None:

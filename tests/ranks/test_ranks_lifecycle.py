@@ -157,31 +157,6 @@ def test_each_thread_may_call_init_or_shutdown_when_its_operation_has_failed(cal
     hvd.shutdown()
 
 
-def test_a_killed_rank_is_an_error_in_the_backward_of_all_others_within_seconds(fresh4: RankPool) -> None:
-    def check() -> tuple[str, float] | None:
-        start = time.monotonic()
-        try:
-            hvd.barrier()
-            if hvd.rank() == 2:
-                os.kill(os.getpid(), signal.SIGKILL)  # others may still be on their way out of the barrier
-            model, optimizer = made()
-            take_step(model, optimizer)
-        except hvd.HorovodInternalError as error:
-            assert isinstance(error, PeerLostError)
-            seconds = time.monotonic() - start
-            with pytest.raises(PeerLostError):
-                hvd.allreduce(torch.ones(1))  # and every later call
-            hvd.shutdown()
-            return str(error), seconds
-        return None
-
-    results = fresh4.run_each(check, [()] * 4, lost=[2])
-    for rank in (0, 1, 3):
-        text, seconds = results[rank]
-        assert "rank 2" in text
-        assert seconds < 60
-
-
 @on("ranks2")
 def test_a_forked_child_gets_a_clear_error_and_leaves_the_parent_intact() -> None:
     pending = hvd.allreduce_async(torch.ones(100), name="before")

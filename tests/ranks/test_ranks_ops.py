@@ -92,29 +92,6 @@ def test_bool_reduces_as_and_or(ranks2: RankPool) -> None:
     assert ranks2.run(check) == [expected, expected]
 
 
-@on("ranks")
-def test_factors_multiply_before_and_after() -> None:
-    n = hvd.size()
-    own = torch.full((7,), float(hvd.rank() + 1))
-    total = n * (n + 1) / 2
-    summed = hvd.allreduce(own, op=hvd.Sum, prescale_factor=0.5, postscale_factor=8.0)
-    assert torch.equal(summed, torch.full((7,), 4 * total))
-    averaged = hvd.allreduce(own, prescale_factor=2.0, postscale_factor=0.5)
-    assert torch.equal(averaged, torch.full((7,), total / n))
-    largest = hvd.allreduce(own, op=hvd.Max, prescale_factor=-1.0, postscale_factor=3.0)
-    assert torch.equal(largest, torch.full((7,), -3.0))
-
-
-@on("ranks")
-def test_shapes_of_every_kind_are_reduced() -> None:
-    n, r = hvd.size(), hvd.rank()
-    scale = n * (n + 1) / 2
-    for shape in [(), (1,), (0,), (3, 0, 2), (2, 3, 4, 5), (1,) * 9, (257, 1031)]:
-        tensor = torch.ones(shape) * (r + 1)
-        assert torch.equal(hvd.allreduce(tensor, op=hvd.Sum), torch.ones(shape) * scale)
-        assert torch.equal(hvd.allreduce_(tensor, op=hvd.Sum), torch.ones(shape) * scale)
-
-
 @on("ranks2")
 def test_a_rank_with_other_strides_is_combined_by_position() -> None:
     own = torch.arange(12.0).reshape(3, 4)

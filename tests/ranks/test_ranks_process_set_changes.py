@@ -14,7 +14,7 @@ from rank_pool import RankPool, on
 
 import horo.torch as hvd
 from horo.core.signal_safe_call import ThreadCall
-from horo.errors import AbortedError, DeadlockError, MismatchError, UsageError
+from horo.errors import AbortedError, DeadlockError, UsageError
 from horo.torch.engine import runtime as _runtime
 
 DEADLINE_S = 30.0
@@ -94,17 +94,6 @@ def test_threads_that_add_and_remove_lose_no_set() -> None:
         with pytest.raises(UsageError, match="a duplicate process set"):
             hvd.add_process_set([2, 1])
         assert hvd.remove_process_set(second)
-
-
-@on("three")
-def test_changes_in_another_order_are_told_to_all() -> None:
-    first = hvd.add_process_set([0, 1])
-    with pytest.raises(MismatchError, match="must add and remove the same process sets in the same order"):
-        hvd.add_process_set([1, 2]) if hvd.rank() == 1 else hvd.remove_process_set(first)
-    assert first.process_set_id == 1
-    second = hvd.add_process_set([1, 2])
-    assert hvd.remove_process_set(first)
-    assert hvd.remove_process_set(second)
 
 
 @on("three")

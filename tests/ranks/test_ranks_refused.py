@@ -16,7 +16,7 @@ from rank_pool import RankPool, on
 from torch.distributed import ReduceOp
 
 import horo.torch as hvd
-from horo.errors import AbortedError, DeadlockError, MismatchError, UnsupportedError, UsageError
+from horo.errors import AbortedError, DeadlockError, UnsupportedError, UsageError
 from horo.torch.engine import runtime
 
 ONES, INTEGERS = torch.ones(2), torch.ones(2, dtype=torch.int32)
@@ -197,38 +197,6 @@ def test_a_call_that_only_one_rank_makes_and_refuses_stops_nobody(ranks2: RankPo
         return hvd.allreduce(torch.ones(2), name="x", op=hvd.Sum).tolist()
 
     assert ranks2.run(check) == [[2.0, 2.0]] * 2
-
-
-DISAGREEMENTS: dict[str, tuple[Callable[[int], Any], str, str]] = {
-    "shape": (lambda r: hvd.allreduce(torch.ones(2, 2 + r), name="x"), "float32 [2, 2]", "float32 [2, 3]"),
-    "postscale": (lambda r: hvd.allreduce(torch.ones(2), postscale_factor=1.0 + r, name="x"), "factor 1", "factor 2"),
-    "compression": (
-        lambda r: hvd.allreduce(ONES, compression=[hvd.Compression.none, hvd.Compression.bf16][r], name="x"),
-        "sent float32 [2], rank 1",
-        "sent float32 [2] as bfloat16",
-    ),
-    "group": (lambda r: hvd.grouped_allreduce([torch.ones(2)] * (2 + r), name="x"), "2 tensors", "3 tensors"),
-}
-
-
-@pytest.mark.parametrize("what", DISAGREEMENTS)
-def test_disagreement_names_both_ranks_and_values_and_the_job_goes_on(ranks2: RankPool, what: str) -> None:
-    def check(call: Callable[[int], Any]) -> list[str]:
-        texts = []
-        for _ in range(2):  # the name can be used again, wrongly and rightly
-            with pytest.raises(MismatchError) as caught:
-                call(hvd.rank())
-            assert isinstance(caught.value, hvd.HorovodInternalError)
-            texts.append(str(caught.value))
-            assert hvd.allreduce(torch.ones(2), name="x", op=hvd.Sum).tolist() == [2.0, 2.0]
-        return texts
-
-    call, first, second = DISAGREEMENTS[what]
-    for texts in ranks2.run(check, call):
-        for text in texts:
-            assert re.search(r"\.x': .*rank 0 \(.+\).*rank 1 \(.+\)", text)
-            assert first in text
-            assert second in text
 
 
 @on("ranks2")

@@ -242,7 +242,11 @@ for step, batch in enumerate(torch.utils.data.DataLoader(Data()), 1):
     stats = hvd.stats()
     assert (stats.steps, stats.total.steps) == (step, step - 1)
     assert hvd.size() == 1 or stats.last.bytes >= 72 * (step > 1)
+    assert hvd.size() == 2 and step > 10 or stats.slowest is None
     assert 0 <= stats.last.waiting <= stats.last.seconds and stats.peak_memory > 0
+
+if sys.argv[1] == "loader":
+    assert stats.slowest.rank == 1 and stats.slowest.loading_s >= stats.slowest.behind_s / 2, stats.slowest
 """
 
 

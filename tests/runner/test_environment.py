@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jobs import Hororun
 
 from horo.runner.agent.machine import BindingError, Topology, bind, bind_gpus, read_topology, threads, visible_gpus
@@ -219,16 +217,6 @@ def test_cores_and_nodes_are_shared_out_whole_and_side_by_side() -> None:
         bind("numa", [0], ALL, Topology((), ()))
 
 
-@given(st.sets(st.sampled_from(ALL), min_size=1), st.integers(1, 40), st.sampled_from(["core", "numa"]))
-def test_every_rank_gets_something_and_nothing_is_left_over(allowed: set[int], count: int, how: str) -> None:
-    bound = bind(how, range(count), allowed, MACHINE)
-    assert list(bound) == list(range(count))
-    assert all(cpus and cpus <= allowed for cpus in bound.values())
-    assert frozenset().union(*bound.values()) == allowed
-    shares = threads(bound)
-    assert all(1 <= share <= len(bound[rank]) for rank, share in shares.items())
-
-
 def test_the_machine_is_read_from_sys(tmp_path: Path) -> None:
     for node, text in enumerate(["0-1,4-5\n", "2-3,6-7\n", "\n"]):
         folder = tmp_path / "node" / f"node{node}"
@@ -268,13 +256,6 @@ def test_gpus_are_shared_out_side_by_side_and_by_several_ranks() -> None:
     assert bind_gpus(range(4), names[:2]) == {0: "3", 1: "3", 2: "GPU-a", 3: "GPU-a"}
     with pytest.raises(BindingError, match="--bind-gpus: there is no NVIDIA GPU here"):
         bind_gpus([0], [])
-
-
-@given(st.integers(1, 20), st.integers(1, 40))
-def test_every_gpu_has_a_rank_and_every_rank_a_gpu(here: int, count: int) -> None:
-    shares = [words.split(",") for words in bind_gpus(range(count), list(map(str, range(here)))).values()]
-    assert {int(word) for share in shares for word in share} == set(range(here))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 def test_each_rank_sees_its_share_of_the_gpus_of_its_host(hororun: Hororun, where: str) -> None:

@@ -12,7 +12,6 @@ from parsing import parsed
 
 from horo.config.ignored import passed_over
 from horo.config.sources import encode_sources
-from horo.config.table import read_config
 from horo.horovod.environment import is_switched_on, with_horovod
 from horo.runner.cli import parse
 from horo.runner.config import JobError
@@ -296,18 +295,6 @@ def test_rank_0_names_them_at_the_start(hororun: Hororun, tmp_path: Path) -> Non
     (tmp_path / "train.py").write_text("from horo.bootstrap.job import start\nstart().close()\n")
     done = hororun.run("-np", "2", "train.py", cwd=tmp_path, environment={"HOROVOD_LOG_HIDE_TIME": "1"})
     assert done.stderr == ("[0] horo [0] warning: HOROVOD_LOG_HIDE_TIME does nothing here: horo's log has no times\n")
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, "backward"),
-        ({"HORO_HOROVOD": "1"}, "step"),
-        ({"HORO_HOROVOD": "1", "HORO_GRADIENTS_READY": "backward"}, "backward"),
-    ],
-)
-def test_horovods_order_of_calls_is_the_default_there(environment: dict[str, str], expected: str) -> None:
-    assert read_config(environment).gradients_ready_default == expected
 
 
 def test_horovodrun_is_installed_and_is_hororun_for_horovod(tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ EFFECT = {
     "tcp": ("--tcp", {"by-mpirun", "by-jsrun"}),
     "check_hosts": ("--check-hosts", {"check-hosts"}),
     "check_build": ("--check-build", {"check-build"}),
+    "bench": ("--bench", set()),  # has no command beside it
 }
 """An example of each option, and the kinds of jobs in which it has an effect."""
 SHOWN_AT_ONCE = {"help", "version"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,7 @@ def test_what_a_rank_counts_is_read_as_its_summary(fd: int, mine: Page) -> None:
     summary = read_summary(found)
     assert summary is not None
     assert (summary.steps, summary.within, summary.measured, summary.size, summary.via) == (3, 0, 2, 2, "shared memory")
+    assert 0 < summary.peak <= 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert (summary.ns, summary.waiting, summary.moving, summary.loading) == SUMS[:4]
     assert summary.samples == ((2, 25, 15), (3, (1 << 32) - 1, 15))
     mine.step_ends(4, 3, 100, -1, *SUMS[2:])
@@ -144,6 +146,7 @@ hvd.init()
 torch.manual_seed(0)
 model = torch.nn.Linear(8, 2)
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
+hoard = b"x" * ((200 << 20) * hvd.rank())
 for step in range(1, 31):
     if step == 26 and hvd.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -158,7 +161,9 @@ def test_a_rank_that_was_killed_is_on_the_card(hororun: Hororun, tmp_path: Path)
     script.write_text(KILLED)
     done = hororun.start("-np", "2", "--summary", "--json-report", str(report), str(script)).finish(3 * TORCH_S)
     assert done.returncode == 137, done.stderr
-    ranks = {each["rank"]: each for each in json.loads(report.read_text())["ranks"]}
+    told = json.loads(report.read_text())
+    ranks = {each["rank"]: each for each in told["ranks"]}
+    assert told["training"]["memory"]["most"] > told["training"]["memory"]["least"] + (150 << 20) > 150 << 20
     assert (ranks[1]["steps"], ranks[1]["within"], ranks[0]["within"]) == (25, None, 26)
     assert "25 steps" in done.stderr and "; rank 1 was after step 25" in done.stderr
     assert "  a step  " in done.stderr and "  traffic  " in done.stderr

@@ -70,16 +70,6 @@ def shell(script: str) -> list[str]:
     return ["--", "sh", "-c", script]
 
 
-def test_hosts_slots_and_srun_are_taken_without_being_asked(hororun: Hororun, slurm: Slurm) -> None:
-    script = "echo $HOROVOD_RANK/$HOROVOD_SIZE $HOROVOD_LOCAL_RANK/$HOROVOD_LOCAL_SIZE "
-    script += "$HOROVOD_CROSS_RANK/$HOROVOD_CROSS_SIZE $SLURMD_NODENAME"
-    done = hororun.run("--no-prefix", *shell(script), where=None, environment=slurm.environment)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert sorted(done.stdout.splitlines()) == ["0/3 0/2 0/2 one", "1/3 1/2 0/1 one", "2/3 0/1 1/2 two"]
-    first, second = slurm.calls()
-    assert "--nodelist=one" in first and "--nodelist=two" in second
-
-
 def test_an_allocation_without_sense_is_one_sentence_unless_hosts_are_named(hororun: Hororun, slurm: Slurm) -> None:
     environment = {**slurm.environment, "SLURM_TASKS_PER_NODE": "two"}
     done = hororun.run("-np", "1", "true", where=None, environment=environment)

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from jobs import run_python, wait_until
 
 from horo.bootstrap.auth.frames import pack_fields
@@ -373,21 +371,6 @@ def check_serves(server: StoreServer) -> None:
 )  # fmt: skip
 def test_a_malformed_request_ends_its_connection_alone(server: StoreServer, payload: bytes) -> None:
     assert send(server, payload) == b""
-    check_serves(server)
-
-
-_FIELDS = st.lists(st.one_of(st.binary(max_size=12), st.just(NOW), st.sampled_from([b"a", b"b"])), max_size=4)
-_PAYLOADS = st.one_of(
-    st.binary(max_size=40),
-    st.builds(lambda request, fields: message(request, *fields), st.integers(0, 7), _FIELDS),
-    st.builds(lambda request, fields, cut: message(request, *fields)[:-cut], st.integers(1, 5), _FIELDS, st.just(1)),
-)
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(_PAYLOADS, min_size=1, max_size=4))
-def test_no_sequence_of_requests_stops_the_store(server: StoreServer, payloads: list[bytes]) -> None:
-    send(server, *payloads)
     check_serves(server)
 
 

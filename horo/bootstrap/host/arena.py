@@ -52,14 +52,22 @@ class Arena:
     """By local index; none in a job of one host, whose ranks are woken through the memory."""
     lives: list[int] = field(default_factory=list)
     """Connections that end when a peer dies, by local index; -1 for none."""
+    board: int = -1
+    """Memory for the steps of the ranks, see ``horo/diagnostics/board.py``; -1: none. No context takes it over."""
 
     def close(self) -> None:
         """Closes all descriptors."""
-        close_all([self.memory, *self.wakes, *(life for life in self.lives if life >= 0)])
+        close_all([self.memory, *self.wakes, *(each for each in (*self.lives, self.board) if each >= 0)])
 
 
 def join_arena(
-    rendezvous: Rendezvous, candidates: Sequence[int], secret: bytes, epoch: int, bytes_for: Callable[[int], int]
+    rendezvous: Rendezvous,
+    candidates: Sequence[int],
+    secret: bytes,
+    epoch: int,
+    bytes_for: Callable[[int], int],
+    *,
+    board_bytes: int = 0,
 ) -> tuple[Arena, Grouping]:
     """Shares memory with as many of ``candidates`` as possible.
 
@@ -69,6 +77,7 @@ def join_arena(
         secret: the job's secret.
         epoch: number of this start; the handshake covers it.
         bytes_for: returns the bytes of shared memory for a number of ranks.
+        board_bytes: those of the board for each rank; 0: without a board.
 
     Returns:
         This rank's arena, whose lists follow the local index in the final grouping of the job, and that grouping.
@@ -76,16 +85,22 @@ def join_arena(
     Raises:
         ResourceError: there is not even memory for this rank alone. GroupError: as ``Rendezvous.gather``.
     """
-    make_room(2 * len(candidates) + 1)  # without it, ranks share no memory, and say so
+    make_room(2 * len(candidates) + 2)  # without it, ranks share no memory, and say so
     if rendezvous.rank == candidates[0]:
-        return _lead(rendezvous, candidates, secret, epoch, bytes_for)
-    return _follow(rendezvous, candidates, secret, epoch, bytes_for)
+        return _lead(rendezvous, candidates, secret, epoch, bytes_for, board_bytes=board_bytes)
+    return _follow(rendezvous, candidates, secret, epoch, bytes_for, board_bytes=board_bytes)
 
 
 def _lead(
-    rendezvous: Rendezvous, candidates: Sequence[int], secret: bytes, epoch: int, bytes_for: Callable[[int], int]
+    rendezvous: Rendezvous,
+    candidates: Sequence[int],
+    secret: bytes,
+    epoch: int,
+    bytes_for: Callable[[int], int],
+    *,
+    board_bytes: int,
 ) -> tuple[Arena, Grouping]:
-    arena = _create(len(candidates), bytes_for)
+    arena = _create(len(candidates), bytes_for, board_bytes)
     server = _ArenaServer(arena, rendezvous.rank, candidates, epoch) if len(candidates) > 1 else None
     try:
         if server is not None:
@@ -115,7 +130,13 @@ def _try_listen(server: _ArenaServer, rendezvous: Rendezvous, secret: bytes) -> 
 
 
 def _follow(
-    rendezvous: Rendezvous, candidates: Sequence[int], secret: bytes, epoch: int, bytes_for: Callable[[int], int]
+    rendezvous: Rendezvous,
+    candidates: Sequence[int],
+    secret: bytes,
+    epoch: int,
+    bytes_for: Callable[[int], int],
+    *,
+    board_bytes: int,
 ) -> tuple[Arena, Grouping]:
     leader = candidates[0]
     (name,) = rendezvous.gather(_TOPIC, [leader])
@@ -123,7 +144,7 @@ def _follow(
     life = None
     try:
         received, life = _receive_arena(
-            name, secret, claim, (len(candidates), bytes_for(len(candidates))), rendezvous.timeout_s
+            name, secret, claim, (len(candidates) + bool(board_bytes), bytes_for(len(candidates))), rendezvous.timeout_s
         )
         joined = leader
     except (OSError, HandshakeError, ResourceError) as error:
@@ -134,7 +155,12 @@ def _follow(
             error,
         )
         joined = rendezvous.rank
-    arena = Arena(received[0], received[1:]) if life is not None else _create(1, bytes_for)
+    if life is None:
+        arena = _create(1, bytes_for)
+    elif board_bytes:
+        arena = Arena(received[0], received[2:], board=received[1])
+    else:
+        arena = Arena(received[0], received[1:])
     try:
         grouping = _agree(rendezvous, joined)
     except BaseException:
@@ -158,16 +184,19 @@ def _keep_wakes(arena: Arena, candidates: Sequence[int], members: Sequence[int],
     arena.wakes = kept
 
 
-def _create(count: int, bytes_for: Callable[[int], int]) -> Arena:
+def _create(count: int, bytes_for: Callable[[int], int], board_bytes: int = 0) -> Arena:
     memory = create_memory(bytes_for(count))
     wakes: list[int] = []
+    boards: list[int] = []
     try:
+        if count > 1 and board_bytes:
+            boards.append(create_memory(count * board_bytes))
         for _ in range(count):
             wakes.append(create_wake())
     except ResourceError:
-        close_all([memory, *wakes])
+        close_all([memory, *boards, *wakes])
         raise
-    return Arena(memory, wakes, [-1])
+    return Arena(memory, wakes, [-1], *boards)
 
 
 def _agree(rendezvous: Rendezvous, joined: int) -> Grouping:
@@ -179,7 +208,7 @@ class _ArenaServer:
     """The leader's side: sends the arena to each authenticated candidate that belongs to the same user."""
 
     def __init__(self, arena: Arena, leader: int, candidates: Sequence[int], epoch: int) -> None:
-        self._descriptors = [arena.memory, *arena.wakes]
+        self._descriptors = [arena.memory, *([arena.board] if arena.board >= 0 else []), *arena.wakes]
         self._leader = leader
         self._candidates = set(candidates) - {leader}
         self._epoch = epoch
@@ -236,9 +265,9 @@ class _ArenaServer:
 def _receive_arena(
     name: bytes, secret: bytes, claim: Claim, expected: tuple[int, int], timeout_s: float
 ) -> tuple[list[int], socket.socket]:
-    """Receives the leader's descriptors: memory, then wake-ups. Returns them and the connection.
+    """Receives the leader's descriptors: memory, the board, then wake-ups. Returns them and the connection.
 
-    ``expected`` are the number of wake-ups, and the bytes that the memory has at least.
+    ``expected`` are their number but for the memory, and the bytes that the memory has at least.
     """
     count, byte_count = expected
     deadline = time.monotonic() + timeout_s

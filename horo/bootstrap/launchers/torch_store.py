@@ -37,8 +37,8 @@ class TorchStore:
     def __init__(self, store: Any, where: str) -> None:
         self._store = store
         self._where = where
-        self.meanwhile: list[Callable[[], None]] = []
-        """Called at each look for keys that are not there yet."""
+        self.meanwhile: list[Callable[[], bool]] = []
+        """Called at each look for keys that are not there yet; after a true result the next look comes soon."""
 
     @property
     def place(self) -> str:
@@ -57,8 +57,8 @@ class TorchStore:
                 raise StoreAbandonedError(bytes(self._call("get", unless)))
             if not keys:
                 return []
-            for call in self.meanwhile:
-                call()
+            if sum(call() for call in self.meanwhile):
+                pause_s = _LOOK_FIRST_S
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise StoreTimeoutError([key for key in keys if not self._has([key])] or list(keys))

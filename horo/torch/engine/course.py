@@ -44,7 +44,7 @@ class Course:
         self._plain_steps = 0
         if job.reporter.has_reader:
             show_stack_on_signal()
-        self.meter = StepMeter(job.context, Page(read_variables(LaunchVariables, environment()).counts_fd))
+        self.meter = StepMeter(job.context, Page(read_variables(LaunchVariables, environment()).counts_fd), job.board)
         self.meter.page.begin(size=job.size, cores=job.cores, ranks_here=len(job.host_ranks), via=self._via())
         self.find_unused: Callable[[], list[str]] = list
         """The names of the parameters that had no gradient on this rank in the last step."""

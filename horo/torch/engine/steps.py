@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from operator import sub
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from horo.diagnostics.board import Board, LastSteps
 from horo.diagnostics.page import Page
+from horo.diagnostics.slowest import Slowest
 from horo.torch.compat.loading import take_loading_ns, watch_loaders
 
 __all__ = ["Stats", "StepMeter", "StepTimes"]
@@ -67,6 +70,17 @@ class Stats:
     total: StepTimes
     peak_memory: int
     peak_gpu_memory: int
+    _last_steps: LastSteps | None = field(default=None, repr=False)
+
+    @cached_property
+    def slowest(self) -> Slowest | None:
+        """The rank that the others waited for in most of the last 64 steps, by the rule of hororun's card.
+
+        An object with ``rank``, ``share`` of the steps, ``behind_s`` and ``loading_s`` in seconds. None if no rank is
+        last clearly more often than by chance, by at least 5 % of a step. None in a job on several hosts, too: there a
+        rank does not know the steps of the others.
+        """
+        return None if self._last_steps is None else self._last_steps.slowest()
 
 
 class _Core(Protocol):
@@ -80,11 +94,13 @@ class StepMeter:
     Args:
         core: the context, or several together.
         page: gets what it has read.
+        board: the same, for other ranks of the host.
     """
 
-    def __init__(self, core: _Core, page: Page | None = None) -> None:
+    def __init__(self, core: _Core, page: Page | None = None, board: Board | None = None) -> None:
         self._core = core
         self.page = page or Page()
+        self._board = board
         self._steps = self._measured = self._loading = 0
         self._counted: int | None = None
         self._other: int | None = None
@@ -116,9 +132,10 @@ class StepMeter:
             return
         self._measured += 1
         self.page.step_ends(done, self._measured, *map(sub, now, self._first))
-        if done % self._stride == 0 and self.page.add_sample(
-            done, max(0, now[1] - before[1]) // 1000, (now[3] - before[3]) // 1000
-        ):
+        waiting_us, loading_us = max(0, now[1] - before[1]) // 1000, (now[3] - before[3]) // 1000
+        if self._board is not None:
+            self._board.add(done, waiting_us, loading_us, (now[0] - before[0]) // 1000)
+        if done % self._stride == 0 and self.page.add_sample(done, waiting_us, loading_us):
             self._stride *= 2
             self.page.thin_out(self._stride)
 
@@ -129,7 +146,7 @@ class StepMeter:
             last, total = _times(1, self._before, self._now), _times(self._measured, self._first, self._now)
         has_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call, unused-ignore]
         gpu = torch.cuda.max_memory_allocated() if has_gpu else 0
-        return Stats(self._steps, last, total, peak_memory(), gpu)
+        return Stats(self._steps, last, total, peak_memory(), gpu, None if self._board is None else self._board.look())
 
     def summary(self) -> dict[str, object]:
         """The sums for hororun, in whole numbers, and the samples as columns."""

@@ -88,8 +88,8 @@ def repeat(
 def repeat_gathered(key: Hashable, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
     """As ``repeat``, of an allgather or alltoall for which ``expect_again`` was called.
 
-    It offers memory for a result like the last one; where the other ranks give other rows now, the result is in memory
-    of the core, or copied to ``out``, and a UsageError if they are not as many as there.
+    It offers memory for a result like the last one. If the other ranks give other rows now, the result is in memory of
+    the core, or copied to ``out``: a UsageError if that has other rows.
     """
     runtime = _runtime.current()
     cached = runtime.request_cache.take(key)

@@ -1,0 +1,97 @@
+"""``hororun --bench`` as a job: all operations are measured, results are compared, and it ends as other jobs do."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from jobs import TORCH_S, Hororun, wait_until
+
+from horo.bench.operations import OPERATIONS
+from horo.runner.cli import parse
+from horo.runner.config import JobError
+
+LINE = re.compile(r"(\w+) +(\d+) +(\d+) +(\w+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) +(\d+)")
+
+
+def rows_in(stdout: str) -> list[tuple[str, ...]]:
+    return [found.groups() for line in stdout.splitlines() if (found := LINE.fullmatch(line))]
+
+
+def test_all_operations_are_measured_and_a_job_stands_beside(hororun: Hororun, where: str, tmp_path: Path) -> None:
+    training = {"step": {"moving": 0.25}, "traffic": {"bytes": 4096.0, "batches": 2.0}}
+    (tmp_path / "r.json").write_text(json.dumps({"training": training}))
+    words = ("--max", "2K", "--factor", "64", "--iterations", "3", "--dtype", "bfloat16", "--beside", "r.json")
+    done = hororun.start("-np", "3", "--bench", "--", *words, where=where, cwd=tmp_path).finish(3 * TORCH_S)
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = rows_in(done.stdout)
+    assert [name for name, *_ in rows] == [name for name in OPERATIONS for _ in range(2)]
+    assert {(dtype, wrong) for _, _, _, dtype, *_, wrong in rows} == {("bfloat16", "0")}
+    sizes = {name: [int(size) for each, size, *_ in rows if each == name] for name in OPERATIONS}
+    assert sizes["allreduce"] == sizes["broadcast"] == [4, 256]
+    assert sizes["alltoall"] == [6, 252]  # equal parts of three ranks
+    first, *_, best, right, beside = done.stdout.splitlines()
+    assert re.fullmatch(r"horo \S+: 3 ranks on 1 host, shared memory, tensors of bfloat16 on cpu", first)
+    assert best.startswith("best busbw in GB/s: allreduce ") and right == "all results are right"
+    assert beside.startswith("r.json: blocked for 250.0 ms a step while 4.0 KiB moved in 2 batches; here they take ")
+
+
+BROKEN = """
+import sys
+import horo.torch as hvd
+from horo.bench.__main__ import main
+
+real = hvd.allgather
+
+def broken(tensor, name=None):
+    result = real(tensor, name=name)
+    if name.startswith("bench.allgather") and hvd.rank() == 1:
+        result[-1] += 1
+    return result
+
+hvd.allgather = broken
+sys.exit(main(["--max", "64", "--iterations", "1", "--operations", "broadcast,allgather"]))
+"""
+
+
+def test_a_wrong_result_is_counted_and_fails(hororun: Hororun, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(BROKEN)
+    done = hororun.start("-np", "2", "--no-prefix", "broken.py", cwd=tmp_path).finish(3 * TORCH_S)
+    assert done.returncode == 1
+    assert {(name, wrong) for name, *_, wrong in rows_in(done.stdout)} == {("broadcast", "0"), ("allgather", "1")}
+    assert "WRONG: 3 elements" in done.stdout
+
+
+def test_what_cannot_be_measured_is_one_sentence(hororun: Hororun) -> None:
+    done = hororun.start("-np", "2", "--bench", "--", "--max", "900000G").finish(3 * TORCH_S)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "horo bench: --max 900,000.0 GiB: 2 ranks on a host need 5,400,000.0 GiB, of which " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_ends_it_without_a_traceback(hororun: Hororun, tmp_path: Path) -> None:
+    words = ("--output-filename", str(tmp_path), "--bench", "--", "--iterations", "100000", "--operations", "allreduce")
+    job = hororun.start("-np", "2", *words)
+    out = tmp_path / "rank.0" / "stdout"
+    wait_until(lambda: out.exists() and rows_in(out.read_text()), "a size is measured", deadline_s=3 * TORCH_S)
+    job.process.send_signal(signal.SIGINT)
+    done = job.finish()
+    assert done.returncode == 130
+    assert done.stderr == "hororun: SIGINT: ranks 0-1 were ended\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--bench --check-hosts", "--check-hosts starts no rank: leave out --bench"),
+        ("-np 2 --min-np 1 --bench", "--bench is not for an elastic job"),
+        ("-np 2 --bench train.py", "--bench: unrecognized arguments: train.py"),
+        ("--bench", "how many ranks?"),
+    ],
+)
+def test_what_does_not_fit_is_refused(words: str, sentence: str) -> None:
+    with pytest.raises(JobError, match=sentence.replace("?", "\\?")):
+        parse(words.split(), environment={})
