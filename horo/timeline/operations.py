@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ __all__ = ["Batch", "Key", "TracedRequest", "batches_of", "operations_of"]
 
 _JOINT = ("ALLREDUCE", "ADASUM", "REDUCESCATTER")
 """Operations that no rank finishes before all have begun: each result needs data of all ranks."""
+_RANK = re.compile(r"[0-9]{1,9}")
 Key = tuple[int, int]
 """The id of a team, and the place of a record in its log, which are the same on all ranks."""
 
@@ -28,6 +30,8 @@ class TracedRequest(NamedTuple):
     moved: str
     """The move of its data: ``SHM_ALLREDUCE``; empty: there is none."""
     bytes: int
+    ready_us: tuple[tuple[int, float], ...]
+    """Ranks, each with the time at which rank 0 knew that it was ready; other ranks know none."""
 
 
 class Batch(NamedTuple):
@@ -43,12 +47,15 @@ class Batch(NamedTuple):
 def operations_of(timeline: Timeline) -> Iterator[TracedRequest]:
     """The requests with a place in a log, in the order of their ends."""
     began: dict[int, list[tuple[str, float]]] = {}
+    ready: dict[int, dict[int, float]] = {}
     for event in timeline.events:
         kind, row = event.get("ph"), event.get("pid", 0)
         if kind == "B":
             began.setdefault(row, []).append((event["name"], event["ts"]))
+        elif kind == "X" and _RANK.fullmatch(event["name"]):
+            ready.setdefault(row, {})[int(event["name"])] = event["ts"]
         elif kind == "E" and "record" in event.get("args", ()):
-            args, begun = event["args"], began.pop(row, [])
+            args, begun, ticks = event["args"], began.pop(row, []), ready.pop(row, {})
             negotiations = [index for index, (name, _) in enumerate(begun) if name.startswith("NEGOTIATE_")]
             if negotiations and len(begun) >= negotiations[-1] + 2:  # then the operation, and what has moved the data
                 (_, submitted_us), (name, begun_us), *data = begun[negotiations[-1] :]
@@ -64,6 +71,7 @@ def operations_of(timeline: Timeline) -> Iterator[TracedRequest]:
                     event["ts"],
                     data[0][0] if data else "",
                     size if is_number(size, whole=True) else 0,
+                    tuple(ticks.items()),
                 )
 
 

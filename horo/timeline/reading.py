@@ -94,7 +94,7 @@ def ranks_of(
     by_rank: dict[int, list[dict[str, Any]]] = {head["rank"]: [] for head in about}
     for event in events:
         row, own = event.get("tid", 0), by_rank.get(event.get("pid", 0))
-        if own is not None and event["ph"] in ("B", "E"):
+        if own is not None and event["ph"] in ("B", "E", "X"):
             own.append({**event, "pid": row})
         elif own is not None and event.get("name") == "thread_name" and row:
             own.append({**event, "pid": row, "name": "process_name"})

@@ -68,9 +68,10 @@ def steps_of(timelines: Sequence[Timeline]) -> StepCourse:
     ends_us = {rank: _ends(marks[rank], waits[rank]) for rank in operations}
     parts = {rank: _parts(ends_us[rank], waits[rank]) for rank in operations}
     step = _mean(list(parts.values()))
-    return StepCourse(
-        waits, ends_us, step["seconds"] if step else 0.0, _facts(timelines, operations, ends_us, parts, step)
-    )
+    is_whole = len(timelines) >= timelines[0].size
+    samples = _samples(parts) if is_whole else _by_ticks(waits.get(0, []), ends_us.get(0, []), timelines[0].size)
+    facts = _facts(timelines, operations, ends_us, samples, step)
+    return StepCourse(waits, ends_us, step["seconds"] if step else 0.0, facts)
 
 
 class _Record(NamedTuple):
@@ -178,24 +179,45 @@ def _mean(by_rank: Sequence[Sequence[_Part]]) -> dict[str, float] | None:
     }
 
 
+def _samples(parts: dict[int, list[_Part]]) -> dict[int, list[tuple[int, int, int]]]:
+    return {
+        rank: [(number, round(1e6 * each.waiting), 0) for number, each in enumerate(own, 2)]
+        for rank, own in parts.items()
+    }
+
+
+def _by_ticks(
+    waits: Sequence[BlockedTime], ends_us: Sequence[float], size: int
+) -> dict[int, list[tuple[int, int, int]]]:
+    """Samples of all ranks by the timeline of rank 0, which has a tick for each rank that is ready."""
+    all_ends_us = [each.ended_us for each in waits]
+    samples: dict[int, list[tuple[int, int, int]]] = {}
+    for number, (begun, ended) in enumerate(pairwise(ends_us), 2):
+        inside = waits[bisect.bisect_right(all_ends_us, begun) : bisect.bisect_right(all_ends_us, ended)]
+        waited_us: dict[int, float] = {}
+        for each in inside:
+            for rank, at_us in each.awaited.ready_us if len(each.awaited.ready_us) == size else ():
+                waited_us[rank] = waited_us.get(rank, 0.0) + max(0.0, each.ready_us - at_us)
+        for rank, sum_us in waited_us.items():
+            samples.setdefault(rank, []).append((number, round(sum_us), 0))
+    return samples
+
+
 def _facts(
     timelines: Sequence[Timeline],
     operations: dict[int, list[TracedRequest]],
     ends_us: dict[int, list[float]],
-    parts: dict[int, list[_Part]],
+    samples: dict[int, list[tuple[int, int, int]]],
     step: dict[str, float] | None,
 ) -> dict[str, Any]:
     size, missing = timelines[0].size, timelines[0].size - len(timelines)
-    samples = {
-        rank: [(number, round(1e6 * each.waiting), 0) for number, each in enumerate(own, 2)]
-        for rank, own in parts.items()
-    }
-    slowest = slowest_of(samples, step["seconds"]) if step is not None and not missing else None
+    slowest = slowest_of(samples, step["seconds"]) if step is not None else None
     notes = []
     if step is None:
         notes.append("no operation with a name comes again, by which steps could be known")
     if missing:
-        notes.append(f"{missing} of {size} ranks are not in it: the slowest is not known")
+        unknown = "" if any(samples.values()) else ": the slowest is not known"
+        notes.append(f"{missing} of {size} ranks are not in it{unknown}")
     return {
         "ranks": size,
         "hosts": len({each.host for each in timelines}),

@@ -8,6 +8,7 @@ import re
 import select
 import signal
 import socket
+import struct
 import sys
 import time
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ from horo.runner.text import printable
 
 __all__ = ["attach"]
 
+_CONNECT_S = 5
+_TIME = struct.Struct("@ll")
 _STACKS_S = 1.0
 """Without a line of a stack: all have come."""
 _FIRST_STACK_S = 5.0
@@ -47,19 +50,29 @@ def attach(pid: int, *, stacks: bool) -> int:
     """
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    with _connect(pid) as connection:
-        try:
+    try:
+        with _connect(pid) as connection:
             return _show_stacks(connection) if stacks else _show_line(connection, pid)
-        except KeyboardInterrupt:
-            return 128 + signal.SIGINT
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def _connect(pid: int) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(_CONNECT_S, 0))
     try:
         connection.connect(address_of(pid))
-    except OSError:
+    except BlockingIOError:
         connection.close()
+        raise JobError(
+            f"--attach {pid}: no answer within {_CONNECT_S} s: it is stopped, and others wait for it; "
+            f"'kill -CONT {pid}' continues it",
+            EXIT_UNREACHABLE,
+        ) from None
+    except BaseException as error:
+        connection.close()
+        if not isinstance(error, OSError):
+            raise
         others = ", ".join(_running()) or "none"
         raise JobError(
             f"--attach {pid}: no hororun that can be attached to runs here under this number; those that run: {others}",

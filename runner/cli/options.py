@@ -412,7 +412,7 @@ def _add_information(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--bench", action="store_true",
-        help="measure what these ranks can exchange, instead of a command; 'horo bench --help' has the options",
+        help="instead of a command, measure what these ranks can exchange",
     )  # fmt: skip
 
 

@@ -203,16 +203,16 @@ class _Turn(RestartTurn):
             self._enter(Phase.FINISHING)
         elif event.is_error and not self.state.has_trained and not is_sent_away:
             self._finish(failed=worker.number)  # a mistake in the script, which others make, too
-        elif not is_sent_away:
-            name = self._name(worker)
-            self._report(f"{name} {event.how}")
+        else:
+            if not is_sent_away:
+                self._report(f"{self._name(worker)} {event.how}")
+                if is_member:
+                    self.state.error = event.how if event.is_error else ""
+                self._note_failure(worker)
+                if self.state.limits.on_failure == "host":
+                    self._end_others(worker)
             if is_member:
-                self.state.error = event.how if event.is_error else ""
-            self._note_failure(worker)
-            if self.state.limits.on_failure == "host":
-                self._end_others(worker)
-            if is_member:
-                self._gather(f"{name} {event.how}")
+                self._gather(f"{self._name(worker)} {event.how}")
 
     def _leave_out(self, worker: Worker, event: Refused) -> None:
         """The worker could not be started: the first generation does without its slot."""

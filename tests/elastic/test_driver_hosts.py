@@ -17,6 +17,7 @@ from horo.runner.elastic.state import (
     Dismiss,
     Done,
     Ended,
+    Fail,
     Finish,
     HostLost,
     HostsFound,
@@ -410,3 +411,12 @@ def test_nobody_makes_room_while_one_with_the_latest_commit_is_about_to_come() -
     assert {each.number: each.slot.number for each in driver.state.workers.values()} == {4: 3, 6: 4, 7: 2}
     assert driver.on(Ready(4), after_s=9.0) == []
     assert driver.on(Ready(6), Ready(7)) == [WriteSeats(2, (4, 6, 7))]
+
+
+def test_a_generation_of_which_all_were_sent_away_before_they_were_in_it_is_no_more() -> None:
+    driver = running(2, 1, 3, hosts={"b": 1, "a": 2}, script="s", on_failure="host")
+    driver.on(found(a=2), *waits(1, 0, 1))
+    assert driver.state.members == (1,)
+    assert driver.on(found(a=2, b=1), killed(2)) == [Dismiss(1)]
+    ended = Ended(1, True, "was killed by SIGTERM")
+    assert driver.on(ended) == [Fail(2, "worker 1 (rank 0) on a was killed by SIGTERM"), WriteSeats(3, (0,))]

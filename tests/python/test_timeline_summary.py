@@ -79,6 +79,25 @@ def test_a_healthy_job_names_no_rank(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert traffic == "  traffic         0 bytes per step and rank, 1 tensor in 1 batch, TCP"
 
 
+def test_the_ticks_of_rank_0_name_the_slow_rank_where_the_others_wrote_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for late_us, named in ((slow, ["rank    1: last in 100 % of steps, 3.0 ms behind at the median"]), (healthy, [])):
+        (path, *_) = files_of(tmp_path, late_us)
+        events = []
+        for event in json.loads(Path(path).read_text()):
+            events.append(event)
+            if event.get("name") == "NEGOTIATE_ALLREDUCE":
+                step = sum(each.get("name") == event["name"] for each in events) - 1
+                begin = event["ts"] - late_us(0, step)
+                ticks = [(begin + late_us(rank, step), str(rank)) for rank in range(3)]
+                events += [{**event, "ph": "X", "dur": 0, "name": rank, "ts": at} for at, rank in sorted(ticks)]
+        Path(path).write_text(json.dumps(events))
+        lines = card_of(capsys, path)
+        assert [line.partition("slowest ")[2] for line in lines if "slowest" in line] == named
+        assert lines[-1] == "  notes           2 of 3 ranks are not in it"
+
+
 def test_without_all_ranks_or_without_names_the_slowest_is_unknown_and_that_is_in_the_notes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

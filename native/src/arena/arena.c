@@ -285,7 +285,7 @@ const char *hr_arena_last_words(const struct hr_arena *arena, int rank) {
     return NULL;
 }
 
-/* ---- Questions ---- */
+/* ---- Sleeping on a word ---- */
 
 void hr_word_wake(_Atomic uint32_t *word) {
     (void)syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
@@ -296,9 +296,4 @@ int hr_word_sleep(_Atomic uint32_t *word, uint32_t value, const struct timespec 
         return 1;
     }
     return errno == ETIMEDOUT ? 0 : -1;
-}
-
-int hr_arena_owes_answer(const struct hr_arena *arena, int local_rank) {
-    const struct hr_arena_block *block = &arena->blocks[local_rank];
-    return atomic_load(&block->answers) != 0 && atomic_load(&block->answered) != atomic_load(&block->asked);
 }

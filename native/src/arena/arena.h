@@ -140,7 +140,7 @@ struct hr_lone_rows {
 struct hr_partition_block {
     _Alignas(HR_LINE) _Atomic uint64_t log_read; /* bytes of the log taken out; the leader waits for the slowest */
     _Atomic uint32_t wants_room;                 /* its request ring was full: the leader wakes it after reading */
-    _Atomic uint64_t reads_peers; /* whether it can read all members' memory, see collective/direct.c; 0: not tried */
+    _Atomic uint64_t reads_peers; /* whether it has read the members' memory, see collective/direct.c; 0: not tried */
     struct hr_ring_head requests;
     _Alignas(HR_LINE) _Atomic uint64_t requests_read; /* written by the leader */
     _Alignas(HR_LINE) struct hr_lone_rows lone_rows[HR_LONE_ROWS_KEPT]; /* of rounds in turn */
@@ -248,10 +248,5 @@ void hr_word_wake(_Atomic uint32_t *word);
  * another; 0 when the time is up; -1 for a signal.
  */
 int hr_word_sleep(_Atomic uint32_t *word, uint32_t value, const struct timespec *timeout);
-
-/* ---- Questions ---- */
-
-/* Whether a question (hr_node_ask) has had no answer yet; 0 also for a rank that answers none. */
-int hr_arena_owes_answer(const struct hr_arena *arena, int local_rank);
 
 #endif

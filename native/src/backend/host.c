@@ -12,9 +12,6 @@ struct parts {
     size_t *offsets;          /* allgather: [count]; alltoall: [size * size] bytes from each to each */
 };
 
-/* The way of a move: by the slots, or from the others' memory, which is tried first. */
-enum way { WAY_SLOTS, WAY_TRY, WAY_READ };
-
 struct host_backend {
     struct hr_backend base;
     struct hr_team *team;
@@ -27,9 +24,8 @@ struct host_backend {
     size_t moved_bytes;    /* of all ranks together, of an alltoall their mean; not of an allreduce */
     struct hr_task *task;  /* the step that runs; NULL: none */
     int has_adasum;        /* the step is run.adasum */
-    enum way way;          /* of a move, and of a reduce-scatter */
+    int is_direct;         /* of a move, and of a reduce-scatter: from the others' memory, not by the slots */
     union {
-        struct hr_probe probe;
         struct hr_direct direct;
         struct hr_allreduce allreduce;
         struct hr_adasum adasum;
@@ -61,25 +57,15 @@ static hr_status begin_parts(struct host_backend *host) {
 
 /* ---- From the others' memory ---- */
 
-/*
- * Begins what reads the others' memory, or finds out whether that can be done, which the first one does; 0 if it does
- * not pay.
- */
+/* Begins what reads the others' memory; 0 if it does not pay. */
 static int begin_direct(struct host_backend *host, const struct hr_move *move) {
     struct hr_team *team = host->team;
-    if (!hr_direct_pays(team, move, host->moved_bytes)) {
-        return 0;
-    }
-    if (team->reads_peers == 0) {
-        host->way = WAY_TRY;
-        hr_probe_begin(&host->run.probe, team);
-        host->task = &host->run.probe.task;
-    } else {
-        host->way = WAY_READ;
+    host->is_direct = hr_direct_pays(team, move, host->moved_bytes);
+    if (host->is_direct) {
         hr_direct_begin(&host->run.direct, team, move);
         host->task = &host->run.direct.task;
     }
-    return 1;
+    return host->is_direct;
 }
 
 /* ---- Reductions: the operands of equal dtype and wire dtype are one vector; one kind after the other ---- */
@@ -158,7 +144,7 @@ static int begin_scatter(struct host_backend *host) {
             return HR_MOVED;
         }
     }
-    host->way = WAY_SLOTS;
+    host->is_direct = 0;
     host->task = NULL;
     HR_TRY(hr_reducescatter_begin(&host->run.reducescatter, host->team, by_rank, reduce_op, work->prescale, postscale));
     host->task = &host->run.reducescatter.segments.task;
@@ -311,7 +297,6 @@ static hr_status begin_move(struct host_backend *host) {
     if (begin_direct(host, &move)) {
         return HORO_OK;
     }
-    host->way = WAY_SLOTS;
     switch (host->work.op) {
     case HORO_BROADCAST:
         hr_broadcast_begin(&host->run.broadcast, team, &host->fused, host->work.root_rank);
@@ -341,7 +326,7 @@ static hr_status host_begin(struct hr_backend *backend, const struct hr_work *wo
     }
     host->task = NULL;
     host->has_adasum = 0;
-    host->way = WAY_SLOTS;
+    host->is_direct = 0;
     host->next_kind = 0;
     const int op = host->work.op;
     /* each vector needs a piece for each tensor */
@@ -375,7 +360,7 @@ static hr_status host_begin(struct hr_backend *backend, const struct hr_work *wo
 
 /* Of an operation whose first segment may be filled before the others are known to do the same; NULL: of another. */
 static struct hr_segments *segments_ahead(struct host_backend *host) {
-    if (host->way != WAY_SLOTS || host->task == NULL || is_adasum(host)) {
+    if (host->is_direct || host->task == NULL || is_adasum(host)) {
         return NULL;
     }
     switch (host->work.op) {
@@ -392,13 +377,13 @@ static struct hr_segments *segments_ahead(struct host_backend *host) {
 static int host_begin_ahead(struct hr_backend *backend) {
     struct host_backend *host = (struct host_backend *)backend;
     struct hr_segments *segments = segments_ahead(host);
-    return host->way == WAY_READ ? hr_direct_fill_ahead(&host->run.direct)
-                                 : segments != NULL && hr_segments_fill_ahead(segments);
+    return host->is_direct ? hr_direct_fill_ahead(&host->run.direct)
+                           : segments != NULL && hr_segments_fill_ahead(segments);
 }
 
 static void host_show_ahead(struct hr_backend *backend) {
     struct host_backend *host = (struct host_backend *)backend;
-    if (host->way == WAY_READ) {
+    if (host->is_direct) {
         hr_direct_show_ahead(&host->run.direct);
     } else {
         hr_segments_show_ahead(segments_ahead(host));
@@ -414,8 +399,7 @@ static int host_progress(struct hr_backend *backend) {
     if (host->work.op == HORO_ALLREDUCE) {
         return begin_kind(host);
     }
-    /* the same operation, where its try has just ended, or its reads have failed */
-    const int begins_again = host->way == WAY_TRY || (host->way == WAY_READ && host->team->reads_peers < 0);
+    const int begins_again = host->is_direct && host->team->reads_peers < 0; /* its reads have failed */
     if (hr_op_is(host->work.op, HR_OP_REDUCTION)) {
         return begins_again ? begin_scatter(host) : begin_rows(host);
     }

@@ -30,8 +30,6 @@ int hr_owner_is_here(const struct hr_owner *owner);
 
 /* ---- Threads ---- */
 
-/* Threads of horo's own, and what they wait for. */
-
 /*
  * Starts a thread that gets no signals: those belong to the program's own threads. HORO_OK, or HORO_ERR_RESOURCE with
  * a sentence that names `what`.

@@ -109,6 +109,12 @@ hr_status hr_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *byt
     return HORO_OK;
 }
 
+size_t hr_tensor_bytes(const horo_tensor *tensor) {
+    int64_t bytes = 0;
+    (void)hr_shape_bytes(tensor->shape, tensor->ndim, tensor->dtype, &bytes);
+    return (size_t)bytes;
+}
+
 const char *hr_dtype_name(int dtype) {
     return is_known(dtype) ? dtypes[dtype].name : "unknown";
 }

@@ -40,8 +40,6 @@ size_t hr_name_call(uint64_t number, char *name);
 
 /* ---- Dtypes ---- */
 
-/* The names and sizes of the dtypes, and what can be done with them. */
-
 enum { HR_REDUCED_DTYPE_COUNT = HORO_COMPLEX128 + 1 }; /* of tables of what is reduced; some rows stay empty */
 
 /* Bytes per element, 0 for an unknown dtype. */
@@ -51,6 +49,8 @@ size_t hr_dtype_bytes(int dtype);
  * for a negative extent, and for more bytes than int64 holds.
  */
 hr_status hr_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *bytes);
+/* The same of a tensor that has been checked. */
+size_t hr_tensor_bytes(const horo_tensor *tensor);
 /* "float32"; "unknown" for an unknown one. */
 const char *hr_dtype_name(int dtype);
 /* bool is none. */

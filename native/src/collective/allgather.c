@@ -21,27 +21,19 @@ static void fill(struct hr_segments *segments, size_t k) {
                   1.0, run->store);
 }
 
-/* Now that its inputs are in the cache. */
-static void keep(struct hr_segments *segments, size_t k) {
-    const struct hr_allgather *run = (struct hr_allgather *)segments;
-    const struct hr_fused *mine = &run->by_rank[segments->team->rank];
-    const struct hr_range part = part_of(segments->team, mine, k);
-    hr_fused_put(mine, part.offset, part.bytes, NULL, segments->team->node->kernel, run->result_store);
-}
-
 static void drain(struct hr_segments *segments, size_t k) {
     const struct hr_allgather *run = (struct hr_allgather *)segments;
     struct hr_team *team = segments->team;
-    for (int i = 1; i < team->local_size; i++) { /* each rank begins with another, so that not all read one slot */
+    for (int i = 0; i < team->local_size; i++) { /* each rank begins with another, so that not all read one slot */
         const int from = (team->local_rank + i) % team->local_size;
+        const char *slot = i == 0 ? NULL : hr_segments_slot(segments, from, k); /* its own part is its input */
         const struct hr_fused *theirs = &run->by_rank[team->rank_of_local[from]];
         const struct hr_range part = part_of(team, theirs, k);
-        hr_fused_put(theirs, part.offset, part.bytes, hr_segments_slot(segments, from, k), team->node->kernel,
-                     run->result_store);
+        hr_fused_put(theirs, part.offset, part.bytes, slot, team->node->kernel, run->result_store);
     }
 }
 
-static const struct hr_segments_ops one_host = {.fill = fill, .keep = keep, .drain = drain};
+static const struct hr_segments_ops one_host = {.fill = fill, .drain = drain};
 
 /*
  * ---- Several hosts (two-level form) ----

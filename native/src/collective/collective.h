@@ -202,16 +202,6 @@ struct hr_peer_range {
 enum { HR_RANGES_MAX = 32 };
 int hr_read_peer(const struct hr_node *node, int local_rank, const struct hr_peer_range *ranges, int count);
 
-/* Whether all members can read each other's memory: each tries, tells, and hears of the others. */
-struct hr_probe {
-    struct hr_task task;
-    struct hr_team *team;
-    int has_told;
-};
-
-/* Sets team->reads_peers, to the same on all members, which begin this at one place. The team has one host. */
-void hr_probe_begin(struct hr_probe *probe, struct hr_team *team);
-
 /* Of plain values, all of one dtype; reduce_op and scale as of hr_reducescatter_begin. */
 struct hr_sum {
     int reduce_op;
@@ -231,7 +221,7 @@ struct hr_move {
 
 /*
  * Whether a move goes by this way; equal on all members if `bytes`, what the largest tensor of a member has, is.
- * team->reads_peers may be 0: it would, if it can.
+ * team->reads_peers may be 0: the first move is the try.
  */
 int hr_direct_pays(const struct hr_team *team, const struct hr_move *move, size_t bytes);
 

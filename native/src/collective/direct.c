@@ -73,15 +73,11 @@ int hr_read_peer(const struct hr_node *node, int local_rank, const struct hr_pee
 
 /* ---- Whether it can be done ---- */
 
-/* The report of a member about its tries, in one word: who could not be read, and why. */
+/* The report of a member about its reads, in one word: who could not be read, and why. */
 enum { TOLD_YES = 1, TOLD_NO = 2, TOLD_BITS = 8, TOLD_RANK_SHIFT = 32 };
 
 static _Atomic uint64_t *told_by(const struct hr_team *team, int local_rank) {
     return &team->partition.blocks[team->index_of_local[local_rank]].reads_peers;
-}
-
-static void tell(const struct hr_team *team, uint64_t told) {
-    atomic_store(told_by(team, team->local_rank), told);
 }
 
 static uint64_t refusal(int peer, int error) {
@@ -91,7 +87,7 @@ static uint64_t refusal(int peer, int error) {
 /* All have told before the last arrival, and nobody tells anything else before all have been here. */
 static void conclude(struct hr_team *team) {
     int teller = 0;
-    uint64_t told = atomic_load(told_by(team, 0)); /* partner: tell */
+    uint64_t told = atomic_load(told_by(team, 0)); /* partner: end_reading */
     while (told == TOLD_YES && ++teller < team->local_size) {
         told = atomic_load(told_by(team, teller));
     }
@@ -108,34 +104,6 @@ static void conclude(struct hr_team *team) {
                hr_team_name(team, name), team->job_rank[teller], team->job_rank[(int)(told >> TOLD_RANK_SHIFT)],
                strerror((int)((told & UINT32_MAX) >> TOLD_BITS)));
     }
-}
-
-static int probe(struct hr_task *task) {
-    struct hr_probe *self = (struct hr_probe *)task; /* its first member */
-    struct hr_team *team = self->team;
-    if (!self->has_told) {
-        uint64_t told = TOLD_YES;
-        for (int i = 0; i < team->local_size && told == TOLD_YES; i++) {
-            const int error = hr_read_peer(team->node, team->index_of_local[i], NULL, 0);
-            told = error == 0 ? TOLD_YES : refusal(i, error);
-        }
-        tell(team, told);
-        hr_team_arrive(team, HR_PHASE_REDUCED, 0);
-        self->has_told = 1;
-        return HR_MOVED;
-    }
-    if (team->reads_peers != 0) {
-        return HR_DONE;
-    }
-    if (!hr_team_reached(team, HR_PHASE_REDUCED, 0)) {
-        return HR_STILL;
-    }
-    conclude(team);
-    return HR_DONE;
-}
-
-void hr_probe_begin(struct hr_probe *self, struct hr_team *team) {
-    *self = (struct hr_probe){.task = {.progress = probe}, .team = team};
 }
 
 /* ---- Moving ---- */
@@ -254,7 +222,8 @@ static int read_chunks(const struct hr_direct *run, int from, const struct chunk
     return hr_read_peer(run->team->node, run->team->index_of_local[from], ranges, count);
 }
 
-static int end_reading(struct hr_direct *run) {
+static int end_reading(struct hr_direct *run, uint64_t told) {
+    atomic_store(told_by(run->team, run->team->local_rank), told); /* partner: conclude */
     hr_team_arrive(run->team, HR_PHASE_DRAINED, run->parity);
     run->stage = STAGE_END;
     return HR_MOVED;
@@ -273,10 +242,10 @@ static int read_next(struct hr_direct *run) {
         run->piece = run->skip = 0;
         run->peer++;
     }
-    if (error != 0) {
-        tell(team, refusal(from, error)); /* all will do it again by the slots, where a lost rank's life line ends it */
+    if (error != 0) { /* all will do it again by the slots, where a lost rank's life line ends it */
+        return end_reading(run, refusal(from, error));
     }
-    return error != 0 || run->peer == team->size - 1 ? end_reading(run) : HR_MOVED;
+    return run->peer == team->size - 1 ? end_reading(run, TOLD_YES) : HR_MOVED;
 }
 
 /* ---- Sums ---- */
@@ -290,14 +259,13 @@ static int sum_next(struct hr_direct *run) {
         struct chunk addends[HR_RANGES_MAX];
         const int count = collect(run, part_from(run, team->rank), room, addends);
         if (count == 0) {
-            return end_reading(run);
+            return end_reading(run, TOLD_YES);
         }
         char *to = scratch;
         for (int from = 0; from < team->size; from++) {
             const int error = from == team->rank ? 0 : read_chunks(run, from, addends, count, to);
             if (error != 0) {
-                tell(team, refusal(from, error));
-                return end_reading(run);
+                return end_reading(run, refusal(from, error));
             }
             to += from == team->rank ? 0 : room;
         }
@@ -344,10 +312,10 @@ static int progress(struct hr_task *task) {
             return HR_STILL;
         }
         return run->move.sum == NULL ? read_next(run) : sum_next(run);
-    case STAGE_END: /* until all have read, nobody's memory is the caller's again */
+    case STAGE_END:
         /*
-         * Where the group has ended, what was read may be wrong: a member's call may have failed before I read its
-         * memory, which it may have changed.
+         * Until all have read, nobody's memory is the caller's again. Where the group has ended, what was read may be
+         * wrong: a member's call may have failed before I read its memory, which it may have changed.
          */
         if (!hr_team_reached(team, HR_PHASE_DRAINED, run->parity) || hr_arena_aborted(&team->node->arena).code != 0) {
             return HR_STILL;

@@ -47,9 +47,6 @@ static void fill_next(struct hr_segments *segments) {
     const int64_t begun_ns = is_timed ? hr_now_ns() : 0;
     segments->ops->fill(segments, k);
     arrive(segments, HR_PHASE_FILLED, k);
-    if (segments->ops->keep != NULL) {
-        segments->ops->keep(segments, k);
-    }
     if (is_timed) {
         segments->trial.ns = hr_now_ns() - begun_ns;
     }

@@ -51,7 +51,6 @@ struct hr_segments;
  */
 struct hr_segments_ops {
     void (*fill)(struct hr_segments *segments, size_t k);
-    void (*keep)(struct hr_segments *segments, size_t k);   /* when all may see what I have filled in; NULL: nothing */
     void (*reduce)(struct hr_segments *segments, size_t k); /* NULL: there is nothing to reduce */
     /* hr_cross_begin for the share that this rank carries; NULL on one host. */
     void (*begin)(struct hr_segments *segments, size_t k, struct hr_cross *cross);

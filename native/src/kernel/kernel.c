@@ -12,17 +12,9 @@
 
 const struct hr_kernel *hr_kernel_find(const char *name) {
 #if defined(__x86_64__)
-    /*
-     * __builtin_cpu_supports reads a table that was filled in when the library was loaded. Not every compiler's knows
-     * "f16c"; asking the processor itself costs microseconds in a virtual machine, where each cpuid is a trap. That of
-     * avx2 has checked the operating system.
-     */
-#if !defined(__clang__) && __GNUC__ >= 11
-    const int has_f16c = __builtin_cpu_supports("f16c");
-#else
+    /* Not every compiler's __builtin_cpu_supports knows "f16c". That of avx2 has checked the operating system. */
     unsigned a, b, c = 0, d;
     const int has_f16c = __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
-#endif
     const int has_avx2 = __builtin_cpu_supports("avx2") && has_f16c;
     const int has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");

@@ -4,18 +4,18 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+/* The lists of numbers are pieces of one. */
 static int allocate(struct hr_team *team, size_t size) {
-    team->host_of_rank = calloc(size, sizeof *team->host_of_rank);
-    team->job_rank = calloc(size, sizeof *team->job_rank);
-    team->rank_of_local = calloc(size, sizeof *team->rank_of_local);
-    team->index_of_local = calloc(size, sizeof *team->index_of_local);
-    team->rank_by_host = calloc(size, sizeof *team->rank_by_host);
-    team->leader_of_host = calloc(size, sizeof *team->leader_of_host);
-    team->host_size = calloc(size, sizeof *team->host_size);
+    int **const lists[] = {&team->host_of_rank,   &team->job_rank,     &team->rank_of_local,
+                           &team->index_of_local, &team->rank_by_host, &team->leader_of_host,
+                           &team->host_size};
+    const size_t count = sizeof lists / sizeof *lists;
+    team->numbers = calloc(count * size, sizeof *team->numbers);
     team->sources = calloc(size, sizeof *team->sources);
-    return team->job_rank != NULL && team->host_of_rank != NULL && team->rank_of_local != NULL &&
-           team->index_of_local != NULL && team->rank_by_host != NULL && team->leader_of_host != NULL &&
-           team->host_size != NULL && team->sources != NULL;
+    for (size_t i = 0; i < count && team->numbers != NULL; i++) {
+        *lists[i] = team->numbers + i * size;
+    }
+    return team->numbers != NULL && team->sources != NULL;
 }
 
 static void place(struct hr_team *team, const int32_t *host_of_rank) {
@@ -176,13 +176,7 @@ void hr_team_destroy(struct hr_team *team) {
         return;
     }
     hr_team_close_links(team);
-    free(team->job_rank);
-    free(team->index_of_local);
-    free(team->host_of_rank);
-    free(team->rank_of_local);
-    free(team->rank_by_host);
-    free(team->leader_of_host);
-    free(team->host_size);
+    free(team->numbers);
     free((void *)team->sources);
     if (team->node != NULL) {
         hr_node_bury(team->node, team, free_data);

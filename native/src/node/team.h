@@ -64,6 +64,7 @@ struct hr_team {
     struct hr_transport *transport; /* NULL: all members are on one host */
 
     /* The places of all ranks. */
+    int *numbers; /* of all lists below */
     int rank, size;
     int *job_rank;              /* [size] of each member, ascending */
     int host, host_count;

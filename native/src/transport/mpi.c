@@ -15,9 +15,7 @@
 #include "base/clock.h"
 #include "transport/stream.h"
 
-enum { SEND = HR_SEND, RECV = HR_RECV, DIRECTIONS = 2 };
-
-enum { WORD_BITS = 64 };
+enum { SEND = HR_SEND, RECV = HR_RECV, DIRECTIONS = 2, WORD_BITS = 64 };
 
 #define POLL_WITHIN_NS 20000ll /* a piece of 128 KiB takes 100 us on a link of 10 Gbit/s, and several are in flight */
 #define LOOK_EVERY_NS 10000000ll        /* at the connections of peers that something is posted with */

@@ -177,7 +177,7 @@ static int put_request(struct hr_agree *agree, struct hr_buffer *out, const stru
                                       .status = entry->failure,
                                       .request = {.bytes = request->bytes, .byte_count = request->count}};
     if (entry->failure != 0) {
-        message.text = (struct hr_wire_text){entry->failure_text, strlen(entry->failure_text)};
+        message.text = failure_text_of(entry);
     } else {
         HR_TRY(hr_agree_merge_rows(agree, entry, &message.rows));
     }

@@ -28,8 +28,8 @@ static const char *reduce_name(int reduce_op) {
 }
 
 /* The first extent of an allgather or alltoall may differ by rank and is not part of the request. */
-static void describe(const struct hr_wire_tensor *tensor, int op, char *text) {
-    (void)hr_wire_describe_tensor(tensor, text, VALUE_BYTES);
+static void describe(const struct hr_wire_tensor *tensor, int op, char *text, size_t text_bytes) {
+    (void)hr_wire_describe_tensor(tensor, text, text_bytes);
     char *first = strchr(text, '[');
     if (hr_op_is(op, HR_OP_TELLING_ROWS) && first != NULL && first[1] == '0') {
         first[1] = '*';
@@ -48,8 +48,8 @@ static int differing_tensors(const struct hr_wire_request *a, const struct hr_wi
         hr_wire_next_tensor(&b_cursor, &two);
         if (one.dtype != two.dtype || one.wire_dtype != two.wire_dtype || one.ndim != two.ndim ||
             memcmp(one.shape, two.shape, (size_t)one.ndim * sizeof one.shape[0]) != 0) {
-            describe(&one, a->op, a_text);
-            describe(&two, b->op, b_text);
+            describe(&one, a->op, a_text, VALUE_BYTES);
+            describe(&two, b->op, b_text, VALUE_BYTES);
             return 1;
         }
     }
@@ -150,10 +150,7 @@ static void describe_call(const struct hr_wire_request *request, char *text) {
         struct hr_wire_tensor tensor;
         char value[VALUE_BYTES / 2];
         hr_wire_next_tensor(&cursor, &tensor);
-        char *first = strchr(hr_wire_describe_tensor(&tensor, value, sizeof value), '[');
-        if (hr_op_is(request->op, HR_OP_TELLING_ROWS) && first != NULL && first[1] == '0') {
-            first[1] = '*';
-        }
+        describe(&tensor, request->op, value, sizeof value);
         used += (size_t)snprintf(text + used, VALUE_BYTES - used, "%s", value);
     }
     if (request->tensor_count > 1) {

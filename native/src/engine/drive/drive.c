@@ -92,6 +92,10 @@ void hr_part_expect(struct hr_part *part, int64_t at_ns) {
     part->next_ns = at_ns < part->next_ns ? at_ns : part->next_ns;
 }
 
+void hr_part_rest(struct hr_part *part, int64_t now_ns) {
+    part->next_ns = now_ns == 0 ? HR_NEVER : part->next_ns;
+}
+
 uint64_t hr_drive_moves(const struct hr_drive *drive) {
     uint64_t moves = drive->gone_moves;
     for (const struct hr_part *part = drive->parts; part != NULL; part = part->next) {
@@ -256,8 +260,7 @@ static int run_loop(struct hr_drive *drive, const _Atomic int *word, int value, 
 /* A call within so long after another continues a stream of calls. */
 #define STREAM_NS 1000000ll
 
-#define TIMER_SLACK_NS                                                                                                 \
-    1000ul /* 50000 otherwise: too coarse for the looks that MPI needs (hr_transport_poll_within_ns) */
+#define TIMER_SLACK_NS 1000ul /* 50000 otherwise: too coarse for MPI's looks (hr_transport_poll_within_ns) */
 
 /* ---- Callers, with the lock held ---- */
 

@@ -71,6 +71,8 @@ struct hr_part {
 
 /* The wait ends at this time, if not before. */
 void hr_part_expect(struct hr_part *part, int64_t at_ns);
+/* An `await`: when nothing is under way any more, no wait ends for what is done. */
+void hr_part_rest(struct hr_part *part, int64_t now_ns);
 
 /* The owner of the right to turn the parts; see drive.c. */
 enum hr_token { HR_TOKEN_FREE, HR_TOKEN_CALLER, HR_TOKEN_THREAD, HR_TOKEN_WATCH };

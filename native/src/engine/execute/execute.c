@@ -112,19 +112,18 @@ static int add_operands(struct hr_batch *batch) {
         for (int t = 0; t < call->tensor_count; t++) {
             const horo_tensor *tensor = &call->tensors[t];
             const int rows = tensor->ndim > 0;
-            int64_t bytes = 0;     /* it was checked when it was submitted */
+            const size_t bytes = hr_tensor_bytes(tensor);
             int64_t row_bytes = 0; /* stays so where it does not fit: an allgather of such rows has been refused */
-            (void)hr_shape_bytes(tensor->shape, tensor->ndim, tensor->dtype, &bytes);
             (void)hr_shape_bytes(tensor->shape + rows, tensor->ndim - rows, tensor->dtype, &row_bytes);
             batch->operands[batch->operand_count++] = (struct hr_operand){
                 .input = tensor->input,
                 .output = tensor->output,
-                .bytes = (size_t)bytes,
+                .bytes = bytes,
                 .dtype = hr_dtype_worked_on(tensor->dtype, reduce_op),
                 .wire_dtype = tensor->wire_dtype,
                 .row_bytes = (size_t)row_bytes,
             };
-            batch->bytes += (uint64_t)bytes;
+            batch->bytes += bytes;
         }
     }
     return HORO_OK;

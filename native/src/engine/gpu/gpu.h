@@ -35,8 +35,6 @@ int hr_engine_await_nccl(struct hr_engine *engine, int is_world, int timeout_ms,
 /* A lane has been opened (by the driver, or the world's) and has what this rank has connected; or it is about to go. */
 void hr_gpu_attach(struct hr_engine *engine, struct hr_lane *lane);
 void hr_gpu_detach(struct hr_engine *engine, const struct hr_lane *lane);
-/* Whether something may run on a GPU that somebody has to look after. Any thread. */
-int hr_gpu_is_busy(const struct hr_engine *engine);
 /* Driver: the group has failed: whether the GPU has let go of all memory of requests. */
 int hr_gpu_is_quiet(struct hr_engine *engine);
 /* Ends NCCL, when nobody drives any more: in order, unless the group has failed. */

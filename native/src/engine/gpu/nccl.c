@@ -284,11 +284,6 @@ static int turn(struct hr_part *part) {
     return moved;
 }
 
-int hr_gpu_is_busy(const struct hr_engine *engine) {
-    const struct hr_on_gpu *gpu = atomic_load(&engine->on_gpu);
-    return gpu != NULL && atomic_load(&gpu->is_busy);
-}
-
 /* ---- The end ---- */
 
 static void abort_all(struct hr_on_gpu *gpu) {
@@ -314,7 +309,9 @@ static void end(struct hr_part *part, int has_failed) {
 }
 
 static int needs(const struct hr_part *part) {
-    return hr_gpu_is_busy(part->owner);
+    const struct hr_engine *engine = part->owner;
+    const struct hr_on_gpu *gpu = atomic_load(&engine->on_gpu);
+    return gpu != NULL && atomic_load(&gpu->is_busy);
 }
 
 static const struct hr_part_ops PART = {.rank = HR_PART_GPU, .turn = turn, .needs = needs, .end = end};

@@ -230,7 +230,7 @@ enum hr_gpu_wait hr_gpu_awaits(const struct hr_lane *lane) {
     case HR_NCCL_ORDERING: return HR_GPU_OTHER_RANKS;
     case HR_NCCL_WAITING: return HR_GPU_OTHER_LANES;
     case HR_NCCL_HELD: return HR_GPU_ITSELF;
-    case HR_NCCL_NO_BATCH: return hr_gpu_is_busy(team->engine) ? HR_GPU_BESIDE : HR_GPU_NOTHING;
+    case HR_NCCL_NO_BATCH: return atomic_load(&gpu_of(team)->is_busy) ? HR_GPU_BESIDE : HR_GPU_NOTHING;
     default: return HR_GPU_NOTHING;
     }
 }

@@ -83,13 +83,12 @@ static void describe(const struct hr_engine *engine, const struct hr_request *re
     const int counts_here = call->op != HORO_BROADCAST || call->root_rank == engine->node->rank;
     for (int i = 0; i < call->tensor_count; i++) {
         const horo_tensor *tensor = &call->tensors[i];
-        int64_t bytes = 0; /* it has been checked */
-        (void)hr_shape_bytes(tensor->shape, tensor->ndim, tensor->dtype, &bytes);
-        const size_t room = hr_round_up((size_t)bytes, HR_STAGED_ALIGNMENT);
+        const size_t bytes = hr_tensor_bytes(tensor);
+        const size_t room = hr_round_up(bytes, HR_STAGED_ALIGNMENT);
         staged[i] = (struct hr_staged_tensor){
             .source = (uint64_t)(uintptr_t)tensor->input,
             .target = (uint64_t)(uintptr_t)tensor->output,
-            .source_bytes = counts_here ? (size_t)bytes : 0,
+            .source_bytes = counts_here ? bytes : 0,
             .room = call->op == HORO_REDUCESCATTER ? 2 * room : room,
             .result_at = call->op == HORO_REDUCESCATTER ? room : 0,
         };
@@ -194,14 +193,13 @@ struct returning {
 static void measure(const struct hr_request *request, size_t *bytes) {
     for (int i = 0; i < request->call.tensor_count; i++) {
         const horo_tensor *tensor = &request->call.tensors[i];
-        int64_t all = 0;
+        const size_t all = hr_tensor_bytes(tensor);
         size_t first;
         size_t rows;
-        (void)hr_shape_bytes(tensor->shape, tensor->ndim, tensor->dtype, &all);
-        bytes[i] = hr_op_is(request->call.op, HR_OP_TELLING_ROWS) ? 0 : (size_t)all; /* those are taken from the host */
+        bytes[i] = hr_op_is(request->call.op, HR_OP_TELLING_ROWS) ? 0 : all; /* those are taken from the host */
         if (request->call.op == HORO_REDUCESCATTER && all > 0) {
             hr_part((size_t)tensor->shape[0], (size_t)request->team_size, (size_t)request->team_rank, &first, &rows);
-            bytes[i] = (size_t)all / (size_t)tensor->shape[0] * rows;
+            bytes[i] = all / (size_t)tensor->shape[0] * rows;
         }
     }
 }

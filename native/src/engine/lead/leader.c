@@ -31,11 +31,9 @@ static int init_agreement(struct hr_leader *leader, uint64_t fusion_bytes) {
     leader->member_ranks = calloc((size_t)members, sizeof *leader->member_ranks);
     leader->ranks_of_member = calloc((size_t)members, sizeof *leader->ranks_of_member);
     leader->request_in = calloc((size_t)team->local_size, sizeof *leader->request_in);
-    if (leader->member_ranks == NULL || leader->ranks_of_member == NULL || leader->request_in == NULL) {
-        return HORO_ERR_RESOURCE;
-    }
     leader->member_of_rank = malloc((size_t)node->size * sizeof *leader->member_of_rank);
-    if (leader->member_of_rank == NULL) {
+    if (leader->member_ranks == NULL || leader->ranks_of_member == NULL || leader->request_in == NULL ||
+        leader->member_of_rank == NULL) {
         return HORO_ERR_RESOURCE;
     }
     for (int rank = 0; rank < node->size; rank++) {

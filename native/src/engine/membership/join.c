@@ -266,10 +266,9 @@ static int draft(const struct hr_lane *lane, const struct hr_wire_request *reque
 static int allocate_values(const horo_request *call, horo_tensor *tensors, uint8_t **data) {
     size_t total = 1;
     for (int32_t i = 0; i < call->tensor_count; i++) {
-        int64_t bytes = 0; /* it was checked when it was decoded */
-        (void)hr_shape_bytes(tensors[i].shape, tensors[i].ndim, tensors[i].dtype, &bytes);
-        tensors[i].output_bytes = bytes;
-        if (__builtin_add_overflow(total, hr_round_up((size_t)bytes, ALIGNMENT), &total)) {
+        const size_t bytes = hr_tensor_bytes(&tensors[i]);
+        tensors[i].output_bytes = (int64_t)bytes;
+        if (__builtin_add_overflow(total, hr_round_up(bytes, ALIGNMENT), &total)) {
             return HORO_ERR_RESOURCE;
         }
     }

@@ -165,16 +165,11 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
     return next_ns;
 }
 
-/* Nothing is pending any more: no wake-up for what is done. */
-static void await(struct hr_part *part, int64_t now_ns) {
-    part->next_ns = now_ns == 0 ? HR_NEVER : part->next_ns;
-}
-
 static const struct hr_part_ops PART = {.rank = HR_PART_PAIRS,
                                         .turn = turn,
                                         .outlives = 1,
                                         .due = due,
-                                        .await = await,
+                                        .await = hr_part_rest,
                                         .needs = needs,
                                         .moves = count_moves};
 

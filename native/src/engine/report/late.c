@@ -16,24 +16,8 @@ enum { GRACE_MS = 500 }; /* on one host, and twice that where leaders talk */
 
 /* ---- Who it is, and the end ---- */
 
-/* Ranks of one host, or that lead others. */
-struct who {
-    char numbers[HR_NAME_TEXT_BYTES];
-    size_t used;
-    int count, first;
-};
-
-static void add(struct who *who, int rank) {
-    who->first = who->count++ == 0 ? rank : who->first;
-    if (who->used + 16 < sizeof who->numbers) {
-        const char *comma = who->count == 1 ? "" : ", ";
-        const size_t room = sizeof who->numbers - who->used;
-        who->used += (size_t)snprintf(who->numbers + who->used, room, "%s%d", comma, rank);
-    }
-}
-
 /* "rank 1 (h1) has" or "ranks 1, 3 (h1) have", then `rest` and the operation. */
-static void end_group(const struct hr_lane *lane, const struct who *who, const char *verb, const char *verbs,
+static void end_group(const struct hr_lane *lane, const struct hr_rank_list *who, const char *verb, const char *verbs,
                       const char *rest, struct hr_wire_text late) {
     struct hr_node *node = lane->node;
     char text[HR_LAST_WORDS_MAX + 1];
@@ -52,10 +36,10 @@ static int is_missing(const struct hr_lane *lane, const uint64_t *announced, int
 }
 
 /* The members on this host that have not announced it. */
-static void find_missing(const struct hr_lane *lane, const uint64_t *announced, struct who *who) {
+static void find_missing(const struct hr_lane *lane, const uint64_t *announced, struct hr_rank_list *who) {
     for (int member = 0; member < lane->team->local_size; member++) {
         if (is_missing(lane, announced, member)) {
-            add(who, lane->leader.member_ranks[member]);
+            hr_rank_list_add(who, lane->leader.member_ranks[member]);
         }
     }
 }
@@ -79,7 +63,7 @@ int hr_late_handle(void *owner, int member, const struct hr_wire_message *messag
     if (state != HR_AGREE_WAITING && (state != HR_AGREE_IDLE || member >= 0)) { /* all of this subtree have */
         return lane->is_root || member < 0 ? HORO_OK : pass(lane, &leader->links[0], message);
     }
-    struct who who = {0};
+    struct hr_rank_list who = {0};
     find_missing(lane, announced, &who);
     if (who.count > 0) {
         end_group(lane, &who, "has", "have", "not called", message->text);
@@ -140,7 +124,7 @@ static int ask(const struct late *late, int64_t until_ns) {
 }
 
 /* The ranks of this host that others wait for, and that have not answered the roll call: they are stopped. */
-static void find_silent(const struct hr_lane *lane, struct who *who) {
+static void find_silent(const struct hr_lane *lane, struct hr_rank_list *who) {
     const struct hr_team *team = lane->team;
     const struct hr_arena *arena = &lane->node->arena;
     const uint32_t roll_call = atomic_load(&arena->header->roll_call);
@@ -151,7 +135,7 @@ static void find_silent(const struct hr_lane *lane, struct who *who) {
         /* a rank behind that place has done its part; where nothing is executed, the leader is to agree on it */
         const int is_awaited = is_executing ? place <= lane->executor.place : i == 0;
         if (i != team->local_rank && is_awaited && atomic_load(&block->present) != roll_call) {
-            add(who, team->job_rank[team->rank_of_local[i]]);
+            hr_rank_list_add(who, team->job_rank[team->rank_of_local[i]]);
         }
     }
 }
@@ -160,7 +144,7 @@ static void find_silent(const struct hr_lane *lane, struct who *who) {
 static int give_up(const struct late *late, int is_last) {
     const struct hr_lane *lane = late->lane;
     const struct hr_wire_text text = text_of(late->text);
-    struct who who = {0};
+    struct hr_rank_list who = {0};
     find_silent(lane, &who);
     if (who.count == 0 && !is_last) {
         return 0;
@@ -170,7 +154,7 @@ static int give_up(const struct late *late, int is_last) {
         const int asked = is_executing ? -1 : atomic_load(&lane->node->arena.header->asked_rank) - 1;
         const int other = asked >= 0 ? asked : hr_stall_find_only_other(lane->team);
         if (other >= 0) {
-            add(&who, other);
+            hr_rank_list_add(&who, other);
         }
     }
     if (who.count > 0) {
@@ -231,9 +215,4 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
     return now_ns < look_ns ? look_ns : asked->asked_ns + grace_ns;
 }
 
-/* Nothing is pending any more: no wake-up for what is done. */
-static void await(struct hr_part *part, int64_t now_ns) {
-    part->next_ns = now_ns == 0 ? HR_NEVER : part->next_ns;
-}
-
-const struct hr_part_ops hr_part_late = {.rank = HR_PART_LATE, .due = due, .await = await};
+const struct hr_part_ops hr_part_late = {.rank = HR_PART_LATE, .due = due, .await = hr_part_rest};

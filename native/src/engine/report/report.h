@@ -36,7 +36,7 @@ static inline int64_t hr_late_deadline_ns(const struct hr_request *request) {
 int hr_late_handle(void *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
 extern const struct hr_part_ops hr_part_late;
 
-/* ---- stall_text.c, for stall.c: who has submitted what ---- */
+/* ---- stall_text.c: who has submitted what ---- */
 
 /* The names that have waited too long for members of a team. */
 struct hr_stalled {
@@ -47,6 +47,14 @@ struct hr_stalled {
     int culprit;      /* a rank that has not submitted one of them, of this host if there is one; -1: none */
     int is_elsewhere; /* it is on another host, where they may know better */
 };
+
+/* Ranks of one host, or that lead others, as "1, 3"; the first one, and how many. */
+struct hr_rank_list {
+    char numbers[HR_NAME_TEXT_BYTES];
+    size_t used;
+    int count, first;
+};
+void hr_rank_list_add(struct hr_rank_list *list, int rank);
 
 /* A leader, which has the announcements of all. Valid until the driver goes on. */
 void hr_stall_find(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled);

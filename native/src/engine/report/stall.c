@@ -136,7 +136,8 @@ static void check_answers(struct hr_lane *lane, int64_t now_ns) {
     }
     lane->stall.answers_ns = 0;
     for (int member = 0; member < lane->team->local_size; member++) {
-        if (hr_arena_owes_answer(&lane->node->arena, lane->team->index_of_local[member])) {
+        const struct hr_arena_block *block = block_of(lane, member);
+        if (atomic_load(&block->answers) != 0 && atomic_load(&block->answered) != atomic_load(&block->asked)) {
             char name[HR_NAME_TEXT_BYTES];
             (void)hr_node_name_rank(lane->node, lane->team->job_rank[lane->team->rank_of_local[member]], name,
                                     sizeof name);
@@ -308,9 +309,7 @@ static int64_t check(struct hr_lane *lane, int64_t now_ns, int was_stopped) {
         atomic_store(called_until_ns, now_ns + warning_ns / 2);
         hr_node_call(lane->node, lane->team->index_of_local[0]);
     }
-    /*
-     * Later requests are due later. So the time found here need not be looked for again before it has come.
-     */
+    /* Later requests are due later. So the time found here need not be looked for again before it has come. */
     if (now_ns >= lane->stall.check_ns) {
         const int64_t since_ns = is_executing ? lane->stall.moved_ns : oldest_pending_ns(lane);
         if (since_ns != 0 && now_ns - since_ns >= warning_ns) {

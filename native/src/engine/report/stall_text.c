@@ -101,6 +101,18 @@ static size_t list_names(const struct hr_stalled *stalled, uint32_t names, char 
     return used;
 }
 
+void hr_rank_list_add(struct hr_rank_list *list, int rank) {
+    const size_t room = sizeof list->numbers - list->used;
+    const char *comma = list->count == 0 ? "" : ", ";
+    list->first = list->count++ == 0 ? rank : list->first;
+    if (room > 16) {
+        list->used += (size_t)snprintf(list->numbers + list->used, room, "%s%d", comma, rank);
+    } else if (room > 1) { /* the last that is written */
+        (void)snprintf(list->numbers + list->used, room, ", ...");
+        list->used = sizeof list->numbers;
+    }
+}
+
 /* "rank 1 (h1) has" or "ranks 1, 3 (h1) have". */
 static size_t name_members(const struct hr_lane *lane, const uint32_t *submitted, int first, char *text,
                            size_t text_bytes) {
@@ -109,23 +121,14 @@ static size_t name_members(const struct hr_lane *lane, const uint32_t *submitted
     if (first >= lane->team->local_size) {
         return (size_t)snprintf(text, text_bytes, "the ranks led by rank %d (%s) have all", rank, host);
     }
-    char numbers[HR_NAME_TEXT_BYTES];
-    size_t used = (size_t)snprintf(numbers, sizeof numbers, "%d", rank);
-    int count = 1;
-    for (int member = first + 1; member < lane->team->local_size && member < MEMBERS_MAX; member++) {
-        if (submitted[member] != submitted[first]) {
-            continue;
-        }
-        count++;
-        if (used + 16 < sizeof numbers) {
-            used += (size_t)snprintf(numbers + used, sizeof numbers - used, ", %d", lane->leader.member_ranks[member]);
-        } else if (used < sizeof numbers - 1) {
-            used += (size_t)snprintf(numbers + used, sizeof numbers - used, ", ...");
-            used = sizeof numbers;
+    struct hr_rank_list alike = {0};
+    for (int member = first; member < lane->team->local_size && member < MEMBERS_MAX; member++) {
+        if (submitted[member] == submitted[first]) {
+            hr_rank_list_add(&alike, lane->leader.member_ranks[member]);
         }
     }
-    return (size_t)snprintf(text, text_bytes, "rank%s %s (%s) %s", count == 1 ? "" : "s", numbers, host,
-                            count == 1 ? "has" : "have");
+    return (size_t)snprintf(text, text_bytes, "rank%s %s (%s) %s", alike.count == 1 ? "" : "s", alike.numbers, host,
+                            alike.count == 1 ? "has" : "have");
 }
 
 static size_t write_line(const struct hr_lane *lane, const struct hr_stalled *stalled, const uint32_t *submitted,

@@ -140,12 +140,6 @@ int hr_request_is_call(const struct hr_request *request) {
     return (request->call.flags & HORO_SUBMIT_ORDERED) != 0;
 }
 
-void hr_request_set_number(struct hr_request *request, uint64_t number) {
-    char *name = (char *)request->bytes - HR_CALL_NAME_BYTES;
-    request->name_bytes = hr_name_call(number, name);
-    set_hashes(request, 1);
-}
-
 /* Everything in one allocation; the last parts, of byte_count and row_bytes, are for what travels. */
 static hr_status copy_call(const horo_request *call, size_t byte_count, size_t row_bytes, struct hr_request **out) {
     size_t dims = 0;
@@ -183,9 +177,7 @@ static hr_status copy_call(const horo_request *call, size_t byte_count, size_t r
         for (int d = 0; call->op == HORO_ALLTOALL && d < tensors[i].split_count; d++) {
             *shape++ = call->tensors[i].splits[d];
         }
-        int64_t bytes = 0; /* it has been checked */
-        (void)hr_shape_bytes(tensors[i].shape, tensors[i].ndim, tensors[i].dtype, &bytes);
-        request->data_bytes += bytes;
+        request->data_bytes += (int64_t)hr_tensor_bytes(&tensors[i]);
     }
     memcpy(name, call->name, name_bytes + 1);
     request->call.name = name;
@@ -364,7 +356,8 @@ int hr_port_is_next(struct hr_request *request) {
 hr_status hr_port_add(struct hr_requests *requests, struct hr_request *request) {
     struct hr_port *port = request->port;
     if (hr_request_is_call(request)) {
-        hr_request_set_number(request, ++port->call_count);
+        request->name_bytes = hr_name_call(++port->call_count, (char *)request->bytes - HR_CALL_NAME_BYTES);
+        set_hashes(request, 1);
         *(port->calls == NULL ? &port->calls : &port->last_call->next_call) = request;
         port->last_call = request;
         port->next_call = port->next_call == NULL ? request : port->next_call;

@@ -98,8 +98,6 @@ int hr_request_is_like(const struct hr_request *request, const horo_request *cal
 void hr_request_renew(struct hr_request *request, const horo_request *call);
 /* Whether it is known by its number, not by a name. */
 int hr_request_is_call(const struct hr_request *request);
-/* Of such a call, which gets the name of its number. */
-void hr_request_set_number(struct hr_request *request, uint64_t number);
 /* Before it is announced: that it is done on the GPU. */
 void hr_request_set_on_gpu(struct hr_request *request);
 

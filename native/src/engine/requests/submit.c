@@ -280,10 +280,7 @@ hr_status hr_requests_check(const struct hr_requests *requests, struct hr_reques
 hr_status hr_requests_create(struct hr_requests *requests, const horo_request *call, struct hr_request **request,
                              struct hr_error *error) {
     struct hr_node *node = requests->node;
-    /*
-     * A process that ends at its error must not be taken for the cause: its driver tells other hosts first, then fails
-     * this.
-     */
+    /* A process that ends at its error must not be taken for the cause: its driver tells other hosts first. */
     const int is_aborted = hr_arena_aborted(&node->arena).code != 0;
     const int untold = atomic_load(&requests->drive->serves_hosts) && is_aborted;
     const int outlives = hr_op_is(call->op, HR_OP_OF_PAIRS) && !is_aborted;
