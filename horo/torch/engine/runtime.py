@@ -62,7 +62,7 @@ class Shares(Protocol):
     """The sharding of an optimizer, as the job needs it."""
 
     def leave(self) -> None:
-        """Called when this rank leaves the job: what it writes from now on is its own."""
+        """Called when this rank leaves the job, and in a forked child: what it writes from now on is its own."""
 
 
 class Runtime:
@@ -266,6 +266,8 @@ class Runtime:
     def mark_forked(self) -> None:
         """Refuses all calls from now on, in a forked child. The job closes its descriptors by itself."""
         self._forked = self.ended = True
+        for each in list(self.sharded):
+            each.leave()
 
     @property
     def forked(self) -> bool:

@@ -92,12 +92,11 @@ class HostMemory:
         self.descriptor = descriptor
         weakref.finalize(self, os.close, descriptor).atexit = False
 
-    def append(self, wants: Sequence[Want], *, is_inherited: bool) -> tuple[Pages, list[Block]]:
+    def append(self, wants: Sequence[Want]) -> tuple[Pages, list[Block]]:
         """Makes the file longer by these blocks; all ranks of the host do so alike.
 
         Args:
             wants: The blocks.
-            is_inherited: Whether a forked child keeps the owner's mapping.
 
         Raises:
             ResourceError, UnsupportedError: As ``Pages``.
@@ -111,8 +110,6 @@ class HostMemory:
             raise ResourceError(f"shared memory of {end} bytes cannot be had: {error.strerror}") from error
         pages = Pages(self.descriptor, self._size, size)
         self._size = end
-        if not is_inherited:
-            pages.hide_from_children()
         blocks = [
             Block(want.owner, *(pages.storage(offset, want.size, alias=alias) for alias in (False, True)))
             for want, offset in zip(wants, offsets, strict=True)

@@ -61,10 +61,6 @@ class Pages:
         memory = self.alias if alias else self.view
         return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=offset).untyped_storage()
 
-    def hide_from_children(self) -> None:
-        """A forked child has no alias, so it cannot write what others see."""
-        self.alias.madvise(mmap.MADV_DONTFORK)
-
     def written(self) -> Iterator[tuple[int, int]]:
         """Start and end of each range of the view that this process has written, in bytes.
 

@@ -77,6 +77,28 @@ class ParameterPlacement:
             if state.parameter.numel()
         ]
 
+    def keep_only(self, states: Iterable[ParameterState]) -> None:
+        """Forgets the parameters that the optimizer has no longer."""
+        self.placed = {state: self.placed[state] for state in states if state in self.placed}
+
+    # -- writes of the step ------------------------------------------------------------------------------------------
+
+    def take_reassigned(self, writing: Iterable[Placed]) -> None:
+        """Called behind the step of a class that is not torch's: ``p.data = p.data - change`` is a write, too."""
+        with torch.no_grad():
+            for there in writing:
+                if there.state.parameter.data_ptr() != there.alias.data_ptr():
+                    there.alias.copy_(there.state.parameter.detach())
+
+    def show(self) -> None:
+        """Called when all owners have written: their writes count, not those of this rank's step into its views."""
+        for pages, _ in self._parts:
+            for start, end in list(pages.written()):
+                pages.drop(start, end)
+        for there in self.placed.values():
+            if there.state.parameter.data_ptr() != there.address:
+                there.state.parameter.data = there.view
+
     # -- private writes --------------------------------------------------------------------------------------------
 
     def is_written(self) -> bool:
@@ -207,7 +229,7 @@ class ParameterPlacement:
         owners = share_out([pieces[number] if number in trained else 0 for number in new_pieces], self._loads)
         owner_of.update(zip(new_pieces, owners, strict=True))
         wants = [Want(owner_of[number], size) for number, size in pieces.items()]
-        pages, blocks = self.memory.append(wants, is_inherited=False)
+        pages, blocks = self.memory.append(wants)
         block_of = dict(zip(pieces, blocks, strict=True))
         new = {}
         for state in states:

@@ -20,18 +20,22 @@ from horo.errors import (
     GroupError,
     HoroError,
     PeerLostError,
+    ResourceError,
     StalledError,
     TimeoutError,
+    UnsupportedError,
     UsageError,
 )
 from horo.torch.compat.torch_private import order_step_hooks
 from horo.torch.engine import runtime as _runtime
 from horo.torch.engine.operation import count_change
 from horo.torch.optimizer.gradient_reducer import GradientReducer
+from horo.torch.optimizer.parameter_state import ParameterState
 from horo.torch.optimizer.sharding.hosts import is_compared
 from horo.torch.optimizer.sharding.meeting import Meeting
 from horo.torch.optimizer.sharding.placement import ParameterPlacement, Placed
 from horo.torch.optimizer.sharding.state import StatePlacement
+from horo.torch.optimizer.sharding.supported import is_of_torch
 from horo.torch.optimizer.step_hooks import UndoingStep, closure_of, with_closure
 
 __all__ = ["shard_step"]
@@ -74,6 +78,12 @@ class _ShardedStep:
         self._meeting: Meeting | None = None
         self._placement: ParameterPlacement | None = None
         self._state: StatePlacement | None = None
+        self._states: list[ParameterState] | None = None
+        """The parameters in the last step."""
+        self._states_before = 0
+        """The number of parameters that had state before this step."""
+        self._may_write_all = not is_of_torch(optimizer)
+        """Whether its step may write parameters without a gradient: clip them, let their weights decay."""
         self._depth = 0
         """The number of calls of ``step()`` that are in progress, each inside the one before."""
         self._is_open = False
@@ -131,20 +141,32 @@ class _ShardedStep:
             return
         meeting, placement, state = self._parts()
         others = [parameter for parameter, _ in self._hidden]
+        if self._may_write_all:
+            placement.take_reassigned(self._writing)
         self._give_back()
         is_new = state.keep(optimizer, placement.placed)
-        self._window.close()
+        if not is_new:
+            self._window.close()
         try:
             failed, is_new_anywhere = meeting.meet("exit", False, is_new)
+            if is_new_anywhere and not failed:
+                state.place(optimizer, placement.placed)
         except _LOSSES as error:
+            if is_new:
+                self._window.fail()  # others lack this rank's state
             raise self._lost(error) from error
+        except (ResourceError, UnsupportedError) as error:
+            self._tear(str(error))
+            self.leave()  # ranks may have laid out different memory
+            raise
+        if is_new:
+            self._window.close()
         count_change(others)
+        if self._may_write_all:
+            placement.show()
         if failed:
             self._raise_of_other(meeting)
-        if is_new_anywhere:
-            state.place(optimizer, placement.placed)
-        else:
-            state.show(optimizer)
+        state.show(optimizer, self._states_before)
         if meeting.is_on_hosts and is_compared(self._window.step):
             placement.compare_hosts(self._window.step)
 
@@ -171,22 +193,27 @@ class _ShardedStep:
         self._window.open()
         self._is_open = True
         meeting, placement, _ = self._parts()
+        optimizer = self._optimizer()
+        self._states_before = 0 if optimizer is None else len(optimizer.state)
         for there in placement.placed.values():
             parameter = there.state.parameter
             gradient = parameter.grad
-            if gradient is None:
-                continue
             if there.block.owner == meeting.index:
-                self._writing.append(there)
-                parameter.data = there.alias
-            else:
+                if gradient is not None or self._may_write_all:
+                    self._writing.append(there)
+                    parameter.data = there.alias
+            elif gradient is not None:
                 self._hidden.append((parameter, gradient))
                 parameter.grad = None
 
     def _enter(self) -> None:
         """Waits for all ranks; then merges the writes of the script, and moves parameters that are not in place."""
-        meeting, placement, _ = self._parts()
+        meeting, placement, state = self._parts()
         states = self._membership.adopt()
+        if states is not self._states:
+            placement.keep_only(states)
+            state.keep_only(states)
+            self._states = states
         moved = placement.moved(states)
         window = placement.window
         if window is not None:
@@ -199,6 +226,9 @@ class _ShardedStep:
                 placement.place(states, moved)
         except _LOSSES as error:
             raise self._lost(error) from error
+        except (ResourceError, UnsupportedError):
+            self.leave()  # ranks may have laid out different memory
+            raise
         except BaseException:
             if window is not None:
                 window.leave()
@@ -271,11 +301,12 @@ class _ShardedStep:
         return True
 
     def leave(self) -> None:
-        """Called when this rank leaves the job: parameters and state stay, and are its own from now on."""
+        """Called when this rank leaves the job, and in a forked child: parameters and state are its own from now on."""
+        self._give_back()
         optimizer = self._optimizer()
         if self._state is not None and optimizer is not None:
             self._state.leave(optimizer)
-        self._meeting = self._placement = self._state = None
+        self._meeting = self._placement = self._state = self._states = None
 
     def _parts(self) -> tuple[Meeting, ParameterPlacement, StatePlacement]:
         assert self._meeting is not None and self._placement is not None and self._state is not None

@@ -8,7 +8,7 @@ all ranks when they change.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,12 +92,29 @@ class StatePlacement:
                 return False
         return True
 
-    def show(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called when all ranks have written: the state of others' parameters is what they have written."""
+    def keep_only(self, states: Iterable[ParameterState]) -> None:
+        """Forgets the state of parameters that the optimizer has no longer."""
+        kept = set(states)
+        for known in (self._entries, self._dicts):
+            for state in known.keys() - kept:
+                del known[state]
+
+    def show(self, optimizer: torch.optim.Optimizer, before: int) -> None:
+        """Called when all ranks have written: the state of others' parameters is what they have written.
+
+        Args:
+            optimizer: Its state has the order that a step of all parameters gives it.
+            before: The number of parameters that had state before the step.
+        """
         for state, entries in self._dicts.items():
             parameter = state.parameter
             if optimizer.state.get(parameter) is not entries:
                 optimizer.state[parameter] = entries
+        if len(optimizer.state) > before:
+            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            places = {parameter: place for place, parameter in enumerate(parameters)}
+            for parameter in sorted(list(optimizer.state)[before:], key=lambda key: places.get(key, len(places))):
+                optimizer.state[parameter] = optimizer.state.pop(parameter)
         self.drop()
 
     def drop(self) -> None:
@@ -137,17 +154,13 @@ class StatePlacement:
                         _move(optimizer.state.get(state.parameter, {}), new[state])
 
         self._meeting.refuse_failures("state.moving", tried(copy))
-        is_in_order = any(state.parameter not in optimizer.state for state in new)
         for state, entries in new.items():
-            if is_in_order and state not in self._entries:  # in the order that a step of all of them has
-                optimizer.state[state.parameter] = optimizer.state.pop(state.parameter, {})
             self._entries[state] = entries
             if placed[state].block.owner == self._meeting.index:
                 self._dicts.pop(state, None)
             else:
                 shown = {key: entry.own if type(entry) is _Entry else entry for key, entry in entries.items()}
                 self._dicts[state] = optimizer.state[state.parameter] = shown
-        self.show(optimizer)
 
     def _laid_out(
         self,
@@ -172,7 +185,7 @@ class StatePlacement:
                         size = max(1, told.like().numel()) * told.dtype.itemsize
                         wants.append(Want(owner, size))
         if wants:
-            pages, blocks = self._memory.append(wants, is_inherited=True)
+            pages, blocks = self._memory.append(wants)
             self._parts.append(pages)
             for (state, key), block in zip(missing, blocks, strict=True):
                 told = changed[state.name][key]

@@ -10,7 +10,7 @@ import torch
 
 from horo.errors import UnsupportedError, UsageError
 
-__all__ = ["check_sharding"]
+__all__ = ["check_sharding", "is_of_torch"]
 
 _PROBE_STEPS = 3
 _PROBE_SHAPES = ((3, 4), (4,), (2, 5), (6,))
@@ -61,8 +61,13 @@ def check_sharding(optimizer: torch.optim.Optimizer, sharding: Any, op: int, ada
             f"{kind.__name__} exchanges the values of parameters in train() and eval(), also of those that other ranks "
             "own: leave sharding out"
         )
-    if kind.__module__.partition(".")[0] != "torch":
+    if not is_of_torch(optimizer):
         _refuse_coupled(optimizer)
+
+
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its class is torch's own: in place it writes those parameters that have gradients, and no others."""
+    return type(optimizer).__module__.partition(".")[0] == "torch"
 
 
 def _refuse_coupled(optimizer: torch.optim.Optimizer) -> None:

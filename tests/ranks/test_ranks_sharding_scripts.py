@@ -1,0 +1,242 @@
+"""Scripts and optimizers of others under ``sharding="optimizer"``: the bits of the run without it."""
+
+from __future__ import annotations  # ranks get functions without what classes in them are annotated by
+
+import copy
+import mmap
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import on, on_own
+from small_model import make_batch
+
+import horo.torch as hvd
+from horo.errors import ResourceError, UsageError
+from horo.torch.optimizer.sharding import memory
+
+
+class _Clipped(torch.optim.SGD):
+    """Clips all parameters behind each step."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.clamp_(-0.2, 0.2)
+        return loss
+
+
+class _Decaying(torch.optim.Optimizer):
+    """Lets all weights decay, also of parameters that have no gradient."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.9)
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
+class _Reassigning(torch.optim.Optimizer):
+    """Gives parameters new memory, also those that have no gradient."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = torch.zeros(()) if parameter.grad is None else parameter.grad
+                parameter.data = parameter.data * 0.9 - group["lr"] * gradient
+
+
+class _LookingAhead(torch.optim.Adam):
+    """Goes half way back to slow weights, which are its state, in every second step."""
+
+    steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = super().step(closure)
+        self.steps += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                slow = state.setdefault("slow", parameter.detach().clone())
+                if self.steps % 2 == 0:
+                    parameter.copy_(slow.lerp_(parameter, 0.5))
+        return loss
+
+
+def _model() -> torch.nn.Module:
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3)).double()
+    model.register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
+    return model
+
+
+def _pair(kind: Any, **options: Any) -> list[tuple[Any, Any]]:
+    """A model with a sharded optimizer, and one with a plain one."""
+    models = [_model(), _model()]
+    return [
+        (model, hvd.DistributedOptimizer(kind(model.parameters(), **options), model, sharding=sharding))
+        for model, sharding in zip(models, ("optimizer", None), strict=True)
+    ]
+
+
+def _train(model: Any, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model(make_batch(hvd.rank(), step)).square().mean().backward()
+        optimizer.step()
+
+
+def _assert_same(pair: list[tuple[Any, Any]]) -> None:
+    bits = [[parameter.flatten().tolist() for parameter in model.parameters()] for model, _ in pair]
+    assert bits[0] == bits[1]
+    own, their = (optimizer.state_dict() for _, optimizer in pair)
+    assert own["state"].keys() == their["state"].keys()
+    for index, entries in their["state"].items():
+        assert list(own["state"][index]) == list(entries)
+        for key, value in entries.items():
+            assert torch.equal(torch.as_tensor(own["state"][index][key]), torch.as_tensor(value)), (index, key)
+
+
+@pytest.mark.parametrize("kind", [_Clipped, _Decaying, _Reassigning, _LookingAhead])
+@on("ranks")
+def test_an_optimizer_that_writes_all_parameters_in_its_step(kind: Any) -> None:
+    pair = _pair(kind, lr=0.05)
+    for step in range(5):
+        for model, optimizer in pair:
+            _train(model, optimizer, range(step, step + 1))
+        bits = [[parameter.flatten().tolist() for parameter in model.parameters()] for model, _ in pair]
+        assert bits[0] == bits[1]
+    _assert_same(pair)
+
+
+@on("ranks")
+def test_state_that_is_cleared_comes_back_in_the_same_order() -> None:
+    pair = _pair(torch.optim.Adam, lr=0.01)
+    for model, optimizer in pair:
+        model.register_parameter("empty", torch.nn.Parameter(torch.empty(0, 3)))
+        optimizer.add_param_group({"params": [model.empty]})
+        _train(model, optimizer, range(2))
+        optimizer.state.clear()
+        _train(model, optimizer, range(2, 4))
+    _assert_same(pair)
+    own, their = (list(optimizer.state_dict()["state"]) for _, optimizer in pair)
+    assert own == their
+
+
+@on("ranks")
+def test_a_parameter_that_a_script_replaces() -> None:
+    pair = _pair(torch.optim.Adam, lr=0.01)
+    for model, optimizer in pair:
+        _train(model, optimizer, range(2))
+        old, new = model[0].weight, torch.nn.Parameter(torch.full((6, 4), 0.1, dtype=torch.float64))
+        group = optimizer.param_groups[0]
+        group["params"] = [new if parameter is old else parameter for parameter in group["params"]]
+        model[0].weight = new
+        del optimizer.state[old]
+        _train(model, optimizer, range(2, 5))
+    _assert_same(pair)
+
+
+@on_own(2)
+def test_a_rank_without_memory_for_more_parameters_and_another_try() -> None:
+    pair = _pair(torch.optim.SGD, lr=0.1, momentum=0.9)
+    for model, optimizer in pair:
+        _train(model, optimizer, range(1))
+        model.register_parameter("more", torch.nn.Parameter(torch.ones(3)))
+        optimizer.add_param_group({"params": [model.more]})
+    pages = memory.Pages
+
+    def fail(*_: Any) -> Any:
+        raise ResourceError("no memory")
+
+    for step in range(1, 4):
+        for model, optimizer in pair:
+            optimizer.zero_grad()
+            (model(make_batch(hvd.rank(), step)) * model.more).square().mean().backward()
+            if step == 1 and model is pair[0][0]:
+                memory.Pages = fail if hvd.rank() == 1 else pages  # type: ignore[misc]
+                with pytest.raises(ResourceError, match="no memory"):
+                    optimizer.step()
+                memory.Pages = pages  # type: ignore[misc]
+            optimizer.step()
+    _assert_same(pair)
+
+
+@on_own(2)
+def test_a_rank_without_memory_for_state_leaves_no_half_of_it() -> None:
+    model, optimizer = _pair(torch.optim.Adam)[0]
+    pages, made = memory.Pages, []
+
+    def fail(*args: Any) -> Any:
+        made.append(args)
+        if len(made) == 2 and hvd.rank() == 1:
+            raise ResourceError("no memory")
+        return pages(*args)
+
+    memory.Pages = fail  # type: ignore[assignment,misc]
+    with pytest.raises(ResourceError, match="no memory"):
+        _train(model, optimizer, range(1))
+    with pytest.raises(UsageError, match=r"parameters may be of two steps, since .*no memory"):
+        optimizer.state_dict()
+
+
+def _in_child(act: Callable[[], Any]) -> int:
+    """How a forked child ends that does this; 0 if it returns."""
+    child = os.fork()
+    if not child:
+        try:
+            act()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+@on_own(2)
+def test_a_forked_child_that_writes_state_writes_its_own() -> None:
+    model, optimizer = _pair(torch.optim.Adam)[0]
+    _train(model, optimizer, range(2))
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+
+    def clear() -> None:
+        for entries in optimizer.state.values():
+            for value in entries.values():
+                value.zero_()
+
+    assert _in_child(clear) == 0
+    hvd.barrier()
+    after = optimizer.state_dict()["state"]
+    assert all(torch.equal(after[index][key], value) for index in before for key, value in before[index].items())
+
+
+@on_own(2)
+def test_a_forked_child_that_drops_the_optimizer_keeps_its_own_memory() -> None:
+    size = 1 << 22
+    torch.manual_seed(1)
+    model: Any = torch.nn.Linear(1000, size // 4000)
+    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, sharding="optimizer")
+    model(torch.ones(1000) * (1 + hvd.rank())).sum().backward()
+    optimizer.step()
+    held = [model, optimizer]
+    del model, optimizer
+
+    def drop() -> None:
+        own = [mmap.mmap(-1, size) for _ in range(4)]
+        for each in own:
+            each[:] = b"x" * size
+        held.clear()
+        assert all(each[size - 1] == ord("x") for each in own)
+
+    assert _in_child(drop) == 0
