@@ -87,6 +87,11 @@ static void drain(struct hr_segments *segments, size_t k) {
         if (walk.rank != team->rank) {
             continue;
         }
+        if (run->done > walk.share.offset) {
+            const size_t skip = hr_smaller(run->done - walk.share.offset, walk.share.bytes);
+            walk.share = (struct hr_range){walk.share.offset + skip, walk.share.bytes - skip};
+            walk.at += skip;
+        }
         reduce_share(run, k, &walk, to_outputs, run->postscale);
         if (!to_outputs) {
             hr_fused_unpack(&run->by_rank[team->rank], walk.share.offset, walk.share.bytes,
