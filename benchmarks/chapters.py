@@ -16,7 +16,7 @@ from sizes import ALLREDUCE, OPERATIONS, Operation, Rates
 STATE_TEXTS = {"": ", all rounds", "sharing": "", "apart": ", separate caches"}
 # Columns of a table that say nothing to a reader of the page.
 HIDDEN = {"case", "operation", "idle_cpu_percent", "name", "count", "calls", "wrong", "algbw", "ratio", "iterations"}
-HIDDEN |= {"call_min_us", "call_median_us"}
+HIDDEN |= {"min_us", "call_min_us", "call_median_us"}
 SIZES_MAX = 7
 SMALL_BYTES = 1024
 

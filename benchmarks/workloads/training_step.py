@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,15 @@ from libraries import Library
 from torch import nn
 
 RATE = 0.001
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "plain": lambda parameters: torch.optim.SGD(parameters, lr=RATE),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=RATE, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=RATE, fused=True),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=RATE, foreach=False),
+}
+"""For the CPU torch takes the loop by itself; ``plain`` has no state."""
+SHARDING = "CONTEST_SHARDING"
+"""The variable with the ``sharding=`` of a contestant's optimizers."""
 CHECKED_STEPS = 2
 CHECKED_BATCH_ON_GPU = 16  # it computes in float64 then
 LONELY = ("alone", "in_step")  # kinds of libraries that exchange no gradients
@@ -51,6 +61,7 @@ class Training:
         batch: examples per rank; 0: as many as the recipe says.
         synced: layers that look at their batch look at that of all ranks.
         way: of torch.distributed.
+        optimizer: one of OPTIMIZERS.
     """
 
     def __init__(
@@ -62,6 +73,7 @@ class Training:
         batch: int = 0,
         synced: bool = False,
         way: Way = DDP,
+        optimizer: str = "plain",
     ) -> None:
         self.library, self.place = library, place
         batch = batch or recipe.batch
@@ -73,14 +85,17 @@ class Training:
         if synced and library.kind not in LONELY:
             self.model = library.module.SyncBatchNorm.convert_sync_batchnorm(self.model)
         self.forward = wrap(library, self.model, way)
-        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         if way.kind == "zero" and self.forward is not self.model:
             from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415 - half a second
 
             self.optimizer = ZeroRedundancyOptimizer(self.model.parameters(), torch.optim.SGD, lr=RATE)
         if library.kind in ("horo", "horovod"):
             hvd = library.module
-            self.optimizer = hvd.DistributedOptimizer(self.optimizer, named_parameters=self.model.named_parameters())
+            sharding = {"sharding": os.environ[SHARDING]} if SHARDING in os.environ else {}
+            self.optimizer = hvd.DistributedOptimizer(
+                self.optimizer, named_parameters=self.model.named_parameters(), **sharding
+            )
             hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
         begin = library.rank * batch
         self.mine = slice(begin, begin + batch)
@@ -130,18 +145,24 @@ def flat(model: nn.Module) -> torch.Tensor:
 
 
 def check_learning(
-    library: Library, recipe: models.Recipe, place: Place, *, synced: bool = False, way: Way = DDP
+    library: Library,
+    recipe: models.Recipe,
+    place: Place,
+    *,
+    synced: bool = False,
+    way: Way = DDP,
+    optimizer: str = "plain",
 ) -> str:
     """Trains a copy and, where batches add up, compares it with one process that has the batches of all ranks."""
     batch = min(recipe.batch, CHECKED_BATCH_ON_GPU) if place.is_gpu else recipe.batch
     with place.exact(in_float64=place.is_gpu or synced) as exact:  # what is normalized magnifies what is rounded
-        training = Training(library, recipe, exact, batch=batch, synced=synced, way=way)
+        training = Training(library, recipe, exact, batch=batch, synced=synced, way=way, optimizer=optimizer)
         for _ in range(CHECKED_STEPS):
             training.step()
         adds_up = recipe.adds_up or synced or library.size == 1
         if not adds_up or library.kind in LONELY:
             return ""
-        alone = Training(ALONE_HERE, recipe, exact, batch=batch * library.size)
+        alone = Training(ALONE_HERE, recipe, exact, batch=batch * library.size, optimizer=optimizer)
         begun = flat(alone.model)
         for _ in range(CHECKED_STEPS):
             alone.step()
@@ -202,18 +223,19 @@ def prepare(library: Library, parameters: dict[str, Any]) -> Work:
 
     Args:
         library: exchanges gradients.
-        parameters: model, one of models.RECIPES; way and bucket_mb, see Way; batch and synced, see Training; device,
-            autocast: see devices.
+        parameters: model, one of models.RECIPES; way and bucket_mb, see Way; batch, synced and optimizer, see Training;
+            device, autocast: see devices.
     """
     recipe, place = models.RECIPES[parameters["model"]], place_of(parameters, library.rank)
     batch, synced = int(parameters.get("batch", 0)), bool(parameters.get("synced"))
     way = Way(parameters.get("way", DDP.kind), int(parameters.get("bucket_mb", 0)))
     torch.set_flush_denormal(True)  # a model that has learnt its batch by heart must not become ten times slower
-    training = Training(library, recipe, place, batch=batch, synced=synced, way=way)
+    optimizer = parameters.get("optimizer", "plain")
+    training = Training(library, recipe, place, batch=batch, synced=synced, way=way, optimizer=optimizer)
     learnt = learn(training)
 
     def check() -> str:
-        wrong = check_learning(library, recipe, place, synced=synced, way=way)
+        wrong = check_learning(library, recipe, place, synced=synced, way=way, optimizer=optimizer)
         return wrong or differing_ranks(library, training.model)
 
     return Work(training.step, check, figures=lambda: {"learnt": learnt}, finish=place.finish)

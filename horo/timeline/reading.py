@@ -62,7 +62,11 @@ def read_timeline(path: str) -> Timeline:
             damaged=len(events) - len(well),
         )
     except (LookupError, TypeError, ValueError, OverflowError):
-        raise TimelineError(f"{path}: is no timeline of a rank of horo") from None
+        is_merged = isinstance(events, list) and any(
+            "rank" in each.get("args", ()) for each in events if _is_well(each)
+        )
+        what = "has several ranks already: name it alone" if is_merged else "is no timeline of a rank of horo"
+        raise TimelineError(f"{path}: {what}") from None
 
 
 def read_merged(path: str) -> list[Timeline]:

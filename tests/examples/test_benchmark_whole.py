@@ -64,6 +64,15 @@ RUNS: dict[str, tuple[str, str, list[tuple[Any, ...]], int]] = {
         [(who,) for who in ("ceiling", KEPT, f"{KEPT}, in step", "horo", "gloo", "gloo, memory kept")],
         6,
     ),
+    "sharded_step --rounds 2 --turn-ms 1 --models mlp-tiny --optimizers sgd,adam": (
+        "case contestant",
+        [
+            (f"mlp-tiny {kind}", who)
+            for kind in ("sgd", "adam")
+            for who in (f"{KEPT}, in step", "horo", "horo, sharded")
+        ],
+        6,
+    ),
     "distributed_step --rounds 2 --turn-ms 1 --models mlp-tiny,resnet50-tiny --bucket-mb 1": (
         "model way contestant",
         [

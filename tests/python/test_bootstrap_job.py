@@ -171,7 +171,7 @@ def test_process_of_another_user_gets_no_memory(server: StoreServer, monkeypatch
     def refuse(connection: socket.socket) -> None:
         raise HandshakeError("it belongs to user 1, this rank to user 0")
 
-    monkeypatch.setattr(arena_module, "_check_user", refuse)
+    monkeypatch.setattr(arena_module, "check_user", refuse)
     connections = whole(join_all(environments(server, 2)))
     assert connections[0].hosts == ((0,), (1,))
     close_connections(connections)

@@ -213,7 +213,10 @@ signal.signal(signal.SIGUSR1, handler)
 """
 
 INTERRUPTIONS = {
-    "init": ("hvd.shutdown(); assert not hvd.is_initialized()", "job.connect = lambda *_: interrupt(); hvd.init()"),
+    "init": (
+        "hvd.shutdown(); assert not hvd.is_initialized()",
+        "job.connect = lambda *_, **k: interrupt(); hvd.init()",
+    ),
     "the end of shutdown": (
         "hvd.shutdown(); assert runtime.core._context == ffi.NULL",
         "hvd.init(); runtime, forget = _runtime.current(), log_lines.LogLines.forget_context\n"
@@ -274,7 +277,7 @@ assert not signals and not hvd.is_initialized()
 @pytest.mark.parametrize(
     ("interrupted", "program"),
     [
-        ("init()", "connect = job.connect; job.connect = lambda *args: (interrupt(), connect(*args))[1]; hvd.init()"),
+        ("init()", "connect = job.connect; job.connect = lambda *a, **k: interrupt() or connect(*a, **k); hvd.init()"),
         (
             "shutdown()",
             "hvd.init(); forget = log_lines.LogLines.forget_context\n"

@@ -65,6 +65,8 @@ def test_a_slow_rank_is_in_the_summary_and_arrows_lead_from_it(
     assert sorted(arrows_of(events)) == [(1, 0)] * STEPS + [(1, 2)] * STEPS
     assert {event["args"]["waited_ms"] for event in events if event["ph"] == "s"} == {3.0}
     assert card_of(capsys, out)[:3] == [f"{out}: {CARD[0]}", *CARD[1:]]
+    assert main(["summary", out, files[0]]) == 1
+    assert capsys.readouterr().err == f"horo.timeline: {out}: has several ranks already: name it alone\n"
     assert card_of(capsys, *files)[:3] == [f"timelines: {CARD[0]}", *CARD[1:]]
 
 

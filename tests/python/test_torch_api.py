@@ -64,7 +64,7 @@ ARGUMENTS = {
     "start_timeline": "file_path mark_cycles",
     "stop_timeline": "",
     "DistributedOptimizer": "optimizer named_parameters compression backward_passes_per_step op "
-    "gradient_predivide_factor num_groups groups sparse_as_dense process_set gradients_ready",
+    "gradient_predivide_factor num_groups groups sparse_as_dense process_set gradients_ready sharding",
 }
 
 

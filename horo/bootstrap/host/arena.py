@@ -28,7 +28,7 @@ from horo.core.memory import create_memory, create_wake
 from horo.core.setup import close_all
 from horo.errors import ResourceError
 
-__all__ = ["Arena", "join_arena", "receive_descriptors", "send_descriptors"]
+__all__ = ["Arena", "check_user", "join_arena", "receive_descriptors", "send_descriptors"]
 
 _CHUNK = 250
 """Descriptors per message; the kernel takes at most 253."""
@@ -228,7 +228,7 @@ class _ArenaServer:
             raise ResourceError(f"cannot listen on an abstract unix socket: {error.strerror}") from error
         log = logging.getLogger("horo")
         self._listener = ListenerThread(
-            [listener], secret, admit=self._admit, on_peer=self._serve, on_refused=log.warning, screen=_check_user
+            [listener], secret, admit=self._admit, on_peer=self._serve, on_refused=log.warning, screen=check_user
         )
         return name
 
@@ -278,7 +278,7 @@ def _receive_arena(
             raise ResourceError("its leader has no socket to pass it over")
         connection.settimeout(timeout_s)
         _connect(connection, name, deadline)
-        _check_user(connection)
+        check_user(connection)
         authenticate(connection, secret, claim, deadline)
         connection.settimeout(timeout_s)
         received = receive_descriptors(connection, count + 1)
@@ -309,7 +309,12 @@ def _connect(connection: socket.socket, name: bytes, deadline: float) -> None:
         time.sleep(_RETRY_S)
 
 
-def _check_user(connection: socket.socket) -> None:
+def check_user(connection: socket.socket) -> None:
+    """Refuses a process of another user at the other end of a unix socket.
+
+    Raises:
+        HandshakeError: it is one.
+    """
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(raw)
     if user != os.getuid():

@@ -35,6 +35,7 @@ __all__ = [
     "is_unscaled",
     "keep_from_dynamo",
     "loader_iterators",
+    "order_step_hooks",
     "outer_node",
     "owner_counter",
     "profiler_state",
@@ -239,6 +240,18 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 def _has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return hasattr(optimizer, "_optimizer_step_pre_hooks") and is_step_hooked(type(optimizer))
+
+
+def order_step_hooks(optimizer: Any, last_before: int, first_after: int) -> None:
+    """Has two hooks of an optimizer run nearest to its step, by the ids of their handles.
+
+    Args:
+        optimizer: Has them.
+        last_before: The pre-hook.
+        first_after: The post-hook.
+    """
+    optimizer._optimizer_step_pre_hooks.move_to_end(last_before)
+    optimizer._optimizer_step_post_hooks.move_to_end(first_after, last=False)
 
 
 def is_step_hooked(kind: Any) -> bool:

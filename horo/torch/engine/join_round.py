@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from horo.core.context import OPS, Context, RequestBuffer
 from horo.errors import HoroError, UnsupportedError, UsageError
@@ -26,6 +28,7 @@ class Joins(Protocol):
     ended: bool
     active_calls: dict[object, object]
     abandoned: dict[int, object]
+    sharded: weakref.WeakSet[Any]
 
     def raise_ended(self, operation: str) -> NoReturn:
         """As of ``Runtime``."""
@@ -109,6 +112,13 @@ class Joining:
             raise UnsupportedError(
                 "join: not with HORO_GPU_OPERATIONS=nccl, as NCCL needs a tensor of each rank; use "
                 "HORO_GPU_OPERATIONS=staged, or give all ranks equally many batches"
+            )
+        if runtime.sharded and runtime.job.size > 1:
+            gc.collect()
+        if runtime.sharded and runtime.job.size > 1:
+            raise UsageError(
+                f"join: rank {runtime.job.rank} owns parameters of a DistributedOptimizer(sharding=...), and a rank "
+                "that has joined steps nothing; give all ranks equally many batches"
             )
         try:
             runtime.active_calls[call] = None

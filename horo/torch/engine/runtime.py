@@ -7,12 +7,13 @@ import itertools
 import os
 import threading
 import time
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -57,6 +58,13 @@ REQUESTS_CHECKED_AT = 32
 """The smallest number of unfinished requests at which those are dropped that nobody can ask for any longer."""
 
 
+class Shares(Protocol):
+    """The sharding of an optimizer, as the job needs it."""
+
+    def leave(self) -> None:
+        """Called when this rank leaves the job: what it writes from now on is its own."""
+
+
 class Runtime:
     """The time from one ``init`` to ``shutdown``: the job, its open requests and its counters of names.
 
@@ -95,6 +103,8 @@ class Runtime:
         assignment inside ``try``, then checks ``ended``, and pops itself in ``finally``, whether it is there or not."""
         self.ended = False
         """No call may enter any more: the runtime is closed, or this is a forked child."""
+        self.sharded: weakref.WeakSet[Shares] = weakref.WeakSet()
+        """The sharded optimizers of this rank: a rank that has joined steps nothing for the others."""
         self._names: defaultdict[tuple[int, str], Iterator[int]] = defaultdict(itertools.count)
         self._orders: defaultdict[tuple[int, str], threading.RLock] = defaultdict(threading.RLock)
         self._forked = False
@@ -240,6 +250,8 @@ class Runtime:
             raise UsageError("shutdown() was called while another thread waits in an operation of horo")
         for call in left:
             self.teams.give_up(call)
+        for each in list(self.sharded):
+            each.leave()
         last_number = self.handle_base + self.core.counters()["requests"]
         self.course.warn()
         self.course.stop()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -18,14 +18,17 @@ from horo.torch.optimizer.strategy import Strategy
 __all__ = ["attach", "find_duplicates"]
 
 
-def attach(optimizer: Any, reducer: Strategy) -> None:
-    """Gives the optimizer its reducer: torch's own hooks around ``step``, and methods on this one object."""
+def attach(optimizer: Any, reducer: Strategy, shard: Callable[[Any, Any], None] | None = None) -> None:
+    """Gives the optimizer its reducer: torch's own hooks around ``step``, and methods on this one object.
+
+    ``shard``: called behind it, with both, for a copy of the optimizer too.
+    """
     keep_step_hooks(optimizer)
     optimizer.register_step_pre_hook(reducer.before_step)
     optimizer.register_step_post_hook(reducer.after_step)
     if reducer.undo_step is not None:
         optimizer.step = UndoingStep(optimizer, reducer.undo_step)
-    intercepted = _Intercepted(optimizer, reducer)
+    intercepted = _Intercepted(optimizer, reducer, shard)
     for name in intercepted.names:
         setattr(optimizer, name, getattr(intercepted, name))
     optimizer.__deepcopy__ = intercepted.deepcopy
@@ -40,6 +43,8 @@ def attach(optimizer: Any, reducer: Strategy) -> None:
     optimizer._parameter_names = reducer.membership.names
     optimizer._requires_update = reducer.membership.hooked
     optimizer._handles = reducer.handles
+    if shard is not None:
+        shard(optimizer, reducer)
 
 
 def find_duplicates(values: Iterable[Any]) -> set[Any]:
@@ -54,9 +59,12 @@ class _Intercepted:
     would keep its hooks on the model until the next garbage collection.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, reducer: Strategy) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, reducer: Strategy, shard: Callable[[Any, Any], None] | None
+    ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._reducer = reducer
+        self._shard = shard
         self._before = {name: vars(optimizer)[name] for name in self.names if name in vars(optimizer)}
 
     names = ("zero_grad", "add_param_group", "load_state_dict")
@@ -93,7 +101,7 @@ class _Intercepted:
             for group, copied_group in zip(optimizer.param_groups, copied.param_groups, strict=True)
             for parameter, twin in zip(group["params"], copied_group["params"], strict=True)
         }
-        attach(copied, self._reducer.copy_for(copied, twins))
+        attach(copied, self._reducer.copy_for(copied, twins), self._shard)
         return copied
 
     def refuse_pickling(self) -> NoReturn:

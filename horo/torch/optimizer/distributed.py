@@ -26,6 +26,8 @@ from horo.torch.optimizer.attach import attach, find_duplicates
 from horo.torch.optimizer.consistency import refuse_ddp_model
 from horo.torch.optimizer.membership import Membership, members_with
 from horo.torch.optimizer.parameter_state import ReductionOptions
+from horo.torch.optimizer.sharding.sharded_step import shard_step
+from horo.torch.optimizer.sharding.supported import check_sharding
 from horo.torch.optimizer.strategy import Strategy
 
 __all__ = ["Distributed", "DistributedOptimizer"]
@@ -79,6 +81,7 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
     gradients_ready: str | None = None,
+    sharding: str | None = None,
 ) -> Distributed:
     """Makes ``optimizer`` average gradients over all ranks: they are averaged when ``backward()`` returns.
 
@@ -137,11 +140,17 @@ def DistributedOptimizer(
             flight from backward to ``synchronize()`` or ``step()``. To clear or change them in between is an error, and
             after ``synchronize()``, ``step()`` belongs inside ``skip_synchronize()``. None: the setting
             ``HORO_GRADIENTS_READY``, else ``"backward"``.
+        sharding: ``"optimizer"``: parameters and the optimizer's state lie in memory once per host, and each rank steps
+            its share. Gradients are averaged on every rank. ``step()`` blocks until all ranks have called it; in the
+            first one, parameters move. Ranks must change parameters alike outside ``step()``, or undo it before; else
+            the next ``step()`` is an error. ``state_dict()`` is whole on every rank. Not with ``join()``. None: each
+            rank has all, and steps all.
 
     Raises:
         NotInitializedError: Before ``init()``.
         UsageError: An argument is wrong; the sentence names it.
-        UnsupportedError: ``op`` is another one, or ``Adasum`` for complex parameters.
+        UnsupportedError: ``op`` is another one, or ``Adasum`` for complex parameters; or ``sharding`` is not for this
+            optimizer.
 
     Example:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -178,7 +187,11 @@ def DistributedOptimizer(
         passes=backward_passes_per_step,
         process_set=process_set,
     )
-    attach(optimizer, STRATEGIES[chosen](Membership(optimizer, options, names), grouped))
+    shard = None
+    if sharding is not None:
+        check_sharding(optimizer, sharding, op, Adasum)
+        shard = shard_step
+    attach(optimizer, STRATEGIES[chosen](Membership(optimizer, options, names), grouped), shard)
     return cast("Distributed", optimizer)
 
 

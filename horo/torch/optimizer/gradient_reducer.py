@@ -224,6 +224,11 @@ class GradientReducer(abc.ABC):
     def reduce_for_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before a step without a closure: reduces the gradients that are not reduced."""
 
+    @property
+    def steps_alone(self) -> bool:
+        """Whether ``step()`` is one of this rank alone, by gradients that are not averaged."""
+        return self._skip and self._paused
+
     # -- around step() ---------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -233,7 +238,7 @@ class GradientReducer(abc.ABC):
             UsageError: Inside ``skip_synchronize()`` gradients are not averaged, or an optimizer that was made later
                 averages some of them.
         """
-        if self._skip and self._paused:
+        if self.steps_alone:
             return None
         self.membership.newer.refuse(self.membership, "optimizer.step()")
         self.membership.follow_runtime()
@@ -253,7 +258,7 @@ class GradientReducer(abc.ABC):
     def after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A torch step post-hook."""
         self.is_reduced = False
-        if not (self._skip and self._paused):  # else it is a step of this rank alone
+        if not self.steps_alone:  # else it is a step of this rank alone
             self.submitter.progress.reductions = 0
             self.membership.end_step()
 

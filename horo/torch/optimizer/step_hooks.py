@@ -16,17 +16,20 @@ __all__ = ["UndoingStep", "closure_of", "scaler_has_looked", "with_closure"]
 
 
 class UndoingStep:
-    """The ``step`` of one optimizer, which undoes its changes when it raises.
+    """The ``step`` of one optimizer, which undoes its changes when it raises; ``before`` is called first.
 
     Torch has no hook for that. It stands where a bound method does, and refers to the optimizer weakly; schedulers wrap
     its ``__func__``.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, undo: Callable[[], None]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, undo: Callable[[], None], before: Callable[[], None] = lambda: None
+    ) -> None:
         inner: Any = vars(optimizer).get("step")  # a scheduler's
         self._optimizer = weakref.ref(optimizer)
 
         def step(own: Any, *args: Any, **kwargs: Any) -> Any:
+            before()
             try:
                 return type(own).step(own, *args, **kwargs) if inner is None else inner(*args, **kwargs)
             except BaseException:

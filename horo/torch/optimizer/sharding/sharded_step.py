@@ -1,0 +1,322 @@
+"""Each rank steps its share: around the ``step()`` of an optimizer whose gradients are averaged.
+
+Inside ``step()`` the optimizer sees the gradients of the parameters that this rank owns, and None for the others, which
+all optimizers skip. Ranks meet twice: at the *entry*, behind which owners write parameters that all ranks read, and at
+the *exit*, behind which all have written. Between them is the *window*.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from horo.errors import (
+    AbortedError,
+    DeadlockError,
+    GroupError,
+    HoroError,
+    PeerLostError,
+    StalledError,
+    TimeoutError,
+    UsageError,
+)
+from horo.torch.compat.torch_private import order_step_hooks
+from horo.torch.engine import runtime as _runtime
+from horo.torch.engine.operation import count_change
+from horo.torch.optimizer.gradient_reducer import GradientReducer
+from horo.torch.optimizer.sharding.hosts import is_compared
+from horo.torch.optimizer.sharding.meeting import Meeting
+from horo.torch.optimizer.sharding.placement import ParameterPlacement, Placed
+from horo.torch.optimizer.sharding.state import StatePlacement
+from horo.torch.optimizer.step_hooks import UndoingStep, closure_of, with_closure
+
+__all__ = ["shard_step"]
+
+_LOSSES = (AbortedError, DeadlockError, PeerLostError, StalledError, TimeoutError)
+
+
+def shard_step(optimizer: Any, reducer: Any) -> None:
+    """Has each rank step its share of the parameters of an optimizer to which ``attach`` has given its reducer."""
+    sharded = _ShardedStep(optimizer, reducer)
+    before = optimizer.register_step_pre_hook(sharded.before_step)
+    after = optimizer.register_step_post_hook(sharded.after_step)
+    reference = weakref.ref(optimizer)
+
+    def order_hooks() -> None:
+        """Hooks of users run outside the window: they see all gradients, and whole parameters."""
+        own = reference()
+        if own is not None:
+            order_step_hooks(own, before.id, after.id)
+        sharded.begin_call()
+
+    optimizer.step = UndoingStep(optimizer, sharded.end_broken, order_hooks)
+    optimizer.register_state_dict_pre_hook(sharded.before_state_dict)
+    optimizer.register_load_state_dict_post_hook(sharded.after_load)
+    optimizer._sharded_step = sharded
+
+
+class _ShardedStep:
+    """The sharding of one optimizer. Only the optimizer refers to it.
+
+    Args:
+        optimizer: That of the user.
+        reducer: Averages its gradients before each step.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, reducer: GradientReducer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._reducer = reducer
+        self._membership = reducer.membership
+        self._meeting: Meeting | None = None
+        self._placement: ParameterPlacement | None = None
+        self._state: StatePlacement | None = None
+        self._depth = 0
+        """The number of calls of ``step()`` that are in progress, each inside the one before."""
+        self._is_open = False
+        """Whether this rank is in the window."""
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """The gradients of parameters of others."""
+        self._writing: list[Placed] = []
+        """The parameters that this rank steps."""
+        self._torn = ""
+        """The reason that parameters may be of two steps, until a state is loaded."""
+        runtime = _runtime.find()
+        if runtime is not None:
+            runtime.sharded.add(self)
+
+    # -- around step() ---------------------------------------------------------------------------------------------
+
+    def begin_call(self) -> None:
+        """Called before a call of ``step()`` that is in no other one."""
+        self._depth = 0
+
+    def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A torch step pre-hook, behind the reducer's and the user's; with a closure, the window opens behind that.
+
+        Raises:
+            UsageError: Ranks have changed parameters in different ways, or parameters are of two steps.
+            GroupError: A rank is lost or has shut down.
+        """
+        self._depth += 1
+        if self._depth > 1:
+            return None
+        if self._torn:
+            raise UsageError(f"optimizer.step(): {self._torn}")
+        if self._reducer.steps_alone:
+            raise UsageError(
+                "optimizer.step() inside skip_synchronize() and no_sync(): with sharding=, a step of this rank alone "
+                "would change the parameters of all; leave sharding out"
+            )
+        if not self._follow(optimizer):
+            return None
+        closure = closure_of(args, kwargs)
+        if closure is None:
+            self._open()
+            return None
+        return with_closure(args, kwargs, _OpeningClosure(closure, self))
+
+    def after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A torch step post-hook, before the user's: blocks until all ranks have stepped their shares.
+
+        Raises:
+            AbortedError: The step of another rank has raised.
+            GroupError: A rank is lost or has shut down.
+        """
+        self._depth -= 1
+        if self._depth or not self._is_open:
+            return
+        meeting, placement, state = self._parts()
+        others = [parameter for parameter, _ in self._hidden]
+        self._give_back()
+        is_new = state.keep(optimizer, placement.placed)
+        self._window.close()
+        try:
+            failed, is_new_anywhere = meeting.meet("exit", False, is_new)
+        except _LOSSES as error:
+            raise self._lost(error) from error
+        count_change(others)
+        if failed:
+            self._raise_of_other(meeting)
+        if is_new_anywhere:
+            state.place(optimizer, placement.placed)
+        else:
+            state.show(optimizer)
+        if meeting.is_on_hosts and is_compared(self._window.step):
+            placement.compare_hosts(self._window.step)
+
+    def end_broken(self) -> None:
+        """Called when ``step()`` has raised: all is as outside the window, and the other ranks learn of it."""
+        self._depth = 0
+        if not self._is_open:
+            return
+        error = sys.exc_info()[1]
+        self._give_back()
+        self._window.fail()
+        meeting, _, _ = self._parts()
+        text = f"optimizer.step() raised {type(error).__name__}: {error}"
+        self._tear(f"rank {meeting.rank}: {text}")
+        try:
+            meeting.meet("exit", True, False)
+            meeting.gather("failure", text)
+        except HoroError:
+            return  # the error of the step is the one that counts
+
+    def _open(self) -> None:
+        """Meets the other ranks, and hides the gradients of their parameters."""
+        self._enter()
+        self._window.open()
+        self._is_open = True
+        meeting, placement, _ = self._parts()
+        for there in placement.placed.values():
+            parameter = there.state.parameter
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if there.block.owner == meeting.index:
+                self._writing.append(there)
+                parameter.data = there.alias
+            else:
+                self._hidden.append((parameter, gradient))
+                parameter.grad = None
+
+    def _enter(self) -> None:
+        """Waits for all ranks; then merges the writes of the script, and moves parameters that are not in place."""
+        meeting, placement, _ = self._parts()
+        states = self._membership.adopt()
+        moved = placement.moved(states)
+        window = placement.window
+        if window is not None:
+            window.enter()
+        try:
+            is_moved, is_written = meeting.meet("entry", bool(moved), placement.is_written())
+            if is_written:
+                placement.merge(self._membership.steps)
+            if is_moved:
+                placement.place(states, moved)
+        except _LOSSES as error:
+            raise self._lost(error) from error
+        except BaseException:
+            if window is not None:
+                window.leave()
+            raise
+        if window is None:
+            self._window.enter()
+
+    def _give_back(self) -> None:
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        for there in self._writing:
+            there.state.parameter.data = there.view
+        self._hidden, self._writing, self._is_open = [], [], False
+
+    # -- failures --------------------------------------------------------------------------------------------------
+
+    def _lost(self, error: GroupError) -> GroupError:
+        """The error of a job that has ended in a step, with the outcome of the step."""
+        text = self._settled()
+        return type(error)(f"{error}; {text}") if text else error
+
+    def _settled(self) -> str:
+        """Waits until no rank of this host writes; returns the outcome of the step, empty if it has not begun."""
+        _, placement, _ = self._parts()
+        window = placement.window
+        if window is None:
+            return ""
+        window.leave()
+        stepped = window.settle()
+        placed = list(placement.placed.values())
+        missing = [item for item in placed if not stepped[item.block.owner]]
+        if not missing:
+            return "optimizer.step() had been done on this host: all parameters are of the same step"
+        if all(done is False for done in stepped) and len(missing) == len(placed):
+            return ""
+        text = (
+            f"it was lost inside optimizer.step(): {len(missing)} of {len(placed)} parameters may be half stepped; "
+            "load a checkpoint or the last commit"
+        )
+        self._tear(text)
+        return text
+
+    def _tear(self, why: str) -> None:
+        self._torn = (
+            f"parameters may be of two steps, since {why}; load a state of the model and the optimizer before this one "
+            "goes on"
+        )
+
+    def _raise_of_other(self, meeting: Meeting) -> None:
+        told = meeting.gather("failure", "")
+        rank, text = next((rank, text) for rank, text in told.items() if text)
+        self._tear(f"rank {rank}: {text}")
+        raise AbortedError(f"rank {rank}: {text}; parameters may be of two steps: load a checkpoint or the last commit")
+
+    # -- the job ---------------------------------------------------------------------------------------------------
+
+    def _follow(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Begins anew in another job, or another team; whether there are ranks to share with."""
+        runtime = _runtime.current()
+        is_alone = self._membership.size == 1
+        if self._meeting is not None and not is_alone and self._meeting.is_of(runtime, self._membership.team):
+            return True
+        self.leave()
+        if is_alone:
+            return False
+        runtime.sharded.add(self)
+        self._meeting = Meeting(self._membership)
+        self._placement = ParameterPlacement(self._meeting)
+        self._state = StatePlacement(self._meeting, self._placement.memory)
+        return True
+
+    def leave(self) -> None:
+        """Called when this rank leaves the job: parameters and state stay, and are its own from now on."""
+        optimizer = self._optimizer()
+        if self._state is not None and optimizer is not None:
+            self._state.leave(optimizer)
+        self._meeting = self._placement = self._state = None
+
+    def _parts(self) -> tuple[Meeting, ParameterPlacement, StatePlacement]:
+        assert self._meeting is not None and self._placement is not None and self._state is not None
+        return self._meeting, self._placement, self._state
+
+    @property
+    def _window(self) -> Any:
+        assert self._placement is not None
+        return self._placement.window
+
+    # -- state_dict() ----------------------------------------------------------------------------------------------
+
+    def before_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
+        """A torch hook: writes of this rank into the state of others' parameters do not count.
+
+        Raises:
+            UsageError: Parameters are of two steps.
+        """
+        if self._torn:
+            raise UsageError(f"optimizer.state_dict(): {self._torn}")
+        if self._state is not None:
+            self._state.drop()
+
+    def after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        """A torch hook: the optimizer is whole again."""
+        self._torn = ""
+
+
+class _OpeningClosure:
+    """The closure of a step, behind which the window opens: it may be evaluated once."""
+
+    def __init__(self, closure: Callable[[], Any], sharded: _ShardedStep) -> None:
+        self._closure = closure
+        self._sharded = sharded
+
+    def __call__(self) -> Any:
+        if self._sharded._is_open:
+            raise UsageError(
+                "optimizer.step() evaluates its closure several times, and with sharding= parameters of others have "
+                "been stepped by then: leave sharding out"
+            )
+        loss = self._closure()
+        self._sharded._open()
+        return loss

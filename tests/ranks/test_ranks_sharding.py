@@ -1,0 +1,541 @@
+"""``DistributedOptimizer(sharding="optimizer")``: parameters and state once per host, each rank steps its share."""
+
+from __future__ import annotations  # ranks get functions without what classes in them are annotated by
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import on, on_own
+from small_model import make_batch
+
+import horo.torch as hvd
+from horo.errors import UnsupportedError, UsageError
+from horo.torch.optimizer.sharding import placement
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def _make(name: str, **options: Any) -> Make:
+    return lambda parameters: getattr(torch.optim, name)(parameters, **options)
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": _make("SGD", lr=0.1),
+    "sgd momentum": _make("SGD", lr=0.1, momentum=0.9, weight_decay=0.01),
+    "sgd foreach": _make("SGD", lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "sgd fused": _make("SGD", lr=0.1, momentum=0.9, fused=True),
+    "adam": _make("Adam", lr=0.01, foreach=False),
+    "adam foreach amsgrad": _make("Adam", lr=0.01, foreach=True, amsgrad=True),
+    "adam fused": _make("Adam", lr=0.01, fused=True),
+    "adamw": _make("AdamW", lr=0.01, foreach=False),
+    "adamw foreach": _make("AdamW", lr=0.01, foreach=True),
+    "adamw fused": _make("AdamW", lr=0.01, fused=True),
+    "adagrad": _make("Adagrad", lr=0.1),
+    "adagrad fused": _make("Adagrad", lr=0.1, fused=True),
+    "rmsprop": _make("RMSprop", lr=0.01, momentum=0.9, centered=True),
+    "nadam": _make("NAdam", lr=0.01),
+    "radam": _make("RAdam", lr=0.01),
+    "adamax": _make("Adamax", lr=0.01),
+    "adadelta": _make("Adadelta", lr=0.5),
+    "asgd": _make("ASGD", lr=0.1, t0=2),
+    "rprop": _make("Rprop", lr=0.01),
+    "adafactor": _make("Adafactor", lr=0.01),
+}
+
+
+ROUGH = ("adafactor", "adadelta")  # divide by sums that are tiny at first
+
+
+class Model(torch.nn.Module):
+    """Two dtypes' worth of odd shapes, a tied weight, a channels_last one, a scalar, one that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = torch.nn.Linear(4, 7)
+        self.tied = torch.nn.Linear(7, 7)
+        self.again = torch.nn.Linear(7, 7)
+        self.again.weight = self.tied.weight
+        self.picture = torch.nn.Conv2d(7, 5, (1, 2), padding=(0, 1)).to(memory_format=torch.channels_last)
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+        self.unused = torch.nn.Parameter(torch.ones(3))
+        self.frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+        self.single = torch.nn.Parameter(torch.ones(5))
+        self.double()
+        self.single.data = torch.ones(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.again(torch.tanh(self.tied(self.first(x)))))
+        x = self.picture(x[:, :, None, None]).sum((2, 3))
+        return x * self.scale * self.single
+
+
+def _loss(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
+    return model(make_batch(rank, step)).square().mean()
+
+
+def _train(model: torch.nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        _loss(model, hvd.rank(), step).backward()
+        optimizer.step()
+
+
+def _bits(values: Any) -> list[Any]:
+    return [value.detach().flatten().tolist() for value in values]
+
+
+def _sharded(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
+    return hvd.DistributedOptimizer(optimizer, model, sharding="optimizer", **options)
+
+
+def _assert_same_state(own: dict[str, Any], their: dict[str, Any]) -> None:
+    assert own["param_groups"] == their["param_groups"]
+    assert list(own["state"]) == list(their["state"])
+    for index, entries in own["state"].items():
+        assert list(entries) == list(their["state"][index])
+        for key, value in entries.items():
+            other = their["state"][index][key]
+            if isinstance(value, torch.Tensor):
+                assert (value.shape, value.dtype, value.stride()) == (other.shape, other.dtype, other.stride())
+                assert torch.equal(value, other), (index, key)
+            else:
+                assert value == other
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@on("ranks")
+def test_it_has_the_bits_of_an_unsharded_run(kind: str) -> None:
+    plain = Model()
+    model = copy.deepcopy(plain)
+    ours = _sharded(model, OPTIMIZERS[kind](model.parameters()))
+    theirs = hvd.DistributedOptimizer(OPTIMIZERS[kind](plain.parameters()), plain)
+    _train(model, ours, range(4))
+    _train(plain, theirs, range(4))
+    assert _bits(model.parameters()) == _bits(plain.parameters())
+    _assert_same_state(ours.state_dict(), theirs.state_dict())
+    told = hvd.allgather_object(_bits(model.parameters()))
+    assert all(each == told[0] for each in told)
+
+
+def _model() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3)).double()
+
+
+def _alone(kind: str, steps: int) -> torch.nn.Module:
+    """One process that has the batches of all ranks."""
+    model = _model()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    for step in range(steps):
+        optimizer.zero_grad()
+        (sum(_loss(model, rank, step) for rank in range(hvd.size())) / hvd.size()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@on("ranks")
+def test_it_is_one_process_with_all_batches(kind: str) -> None:
+    model = _model()
+    _train(model, _sharded(model, OPTIMIZERS[kind](model.parameters())), range(5))
+    for one, other in zip(model.parameters(), _alone(kind, 5).parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12 if kind in ROUGH else 1e-14, atol=1e-15)
+
+
+def _pair(kind: str = "adam", **options: Any) -> tuple[Any, Any, Any, Any]:
+    """A model with a sharded optimizer, and its twin with an unsharded one, that have done two steps."""
+    plain = Model()
+    model = copy.deepcopy(plain)
+    ours = _sharded(model, OPTIMIZERS[kind](model.parameters()), **options)
+    theirs = hvd.DistributedOptimizer(OPTIMIZERS[kind](plain.parameters()), plain, **options)
+    for trained, using in ((model, ours), (plain, theirs)):
+        _train(trained, using, range(2))
+    return model, ours, plain, theirs
+
+
+def _go_on(model: Any, ours: Any, plain: Any, theirs: Any, steps: range = range(5, 8)) -> None:
+    """Both go on; they have equal bits, on all ranks."""
+    _train(model, ours, steps)
+    _train(plain, theirs, steps)
+    _assert_same(model, plain)
+
+
+def _assert_same(model: torch.nn.Module, plain: torch.nn.Module) -> None:
+    assert _bits(model.parameters()) == _bits(plain.parameters())
+    told = hvd.allgather_object(_bits(model.parameters()))
+    assert all(each == told[0] for each in told)
+
+
+# -- between backward() and the end of step() ------------------------------------------------------------------------
+
+
+def _clip(model: Any, optimizer: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def _clip_values(model: Any, optimizer: Any) -> None:
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+
+
+def _edit(model: Any, optimizer: Any) -> None:
+    model.scale.grad = torch.full_like(model.scale, 0.5)
+    model.first.weight.grad.mul_(2)
+
+
+def _remove(model: Any, optimizer: Any) -> None:
+    model.first.weight.grad = None
+
+
+def _scale_parameters(model: Any, optimizer: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.99)
+            parameter.data.clamp_(-0.3, 0.3)
+
+
+def _group_options(model: Any, optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+def _assign(model: Any, optimizer: Any) -> None:
+    model.first.weight.data = model.first.weight.data * 0.5
+
+
+def _vector(model: Any, optimizer: Any) -> None:
+    parameters = [model.first.weight, model.first.bias, model.scale, model.tied.weight]
+    vector = torch.nn.utils.parameters_to_vector(parameters) * 0.9
+    torch.nn.utils.vector_to_parameters(vector.clone(), parameters)
+
+
+def _load_model(model: Any, optimizer: Any) -> None:
+    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+
+
+def _load_state(model: Any, optimizer: Any) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def _broadcast(model: Any, optimizer: Any) -> None:
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+
+
+def _zero_state(model: Any, optimizer: Any) -> None:
+    for entries in optimizer.state.values():
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor) and key != "step":
+                value.zero_()
+
+
+def _freeze(model: Any, optimizer: Any) -> None:
+    model.first.weight.requires_grad_(False)
+    model.first.weight.grad = None
+
+
+def _thaw(model: Any, optimizer: Any) -> None:
+    model.frozen.requires_grad_(True)
+
+
+def _narrow(model: Any, optimizer: Any) -> None:
+    model.single.data = model.single.data.double()
+    model.single.grad = None
+    optimizer.state.pop(model.single, None)
+
+
+def _share(model: Any, optimizer: Any) -> None:
+    model.share_memory()
+
+
+def _clear(model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+
+
+def _other_state(model: Any, optimizer: Any) -> None:
+    for entries in optimizer.state.values():
+        entries["of a user"] = entries.get("of a user", 0) + 1
+
+
+CHANGES = (
+    *(_clip, _clip_values, _edit, _remove, _scale_parameters, _group_options, _assign, _vector, _load_model),
+    *(_load_state, _broadcast, _zero_state, _freeze, _thaw, _narrow, _share, _clear, _other_state),
+)
+
+
+@pytest.mark.parametrize("kind", ["sgd momentum", "adam", "adamw fused"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__[1:])
+@on("ranks")
+def test_what_a_script_does_on_all_ranks_counts_once(change: Callable[[Any, Any], None], kind: str) -> None:
+    model, ours, plain, theirs = _pair(kind)
+    for step in range(2, 5):
+        for trained, using in ((model, ours), (plain, theirs)):
+            using.zero_grad()
+            _loss(trained, hvd.rank(), step).backward()
+            change(trained, using)
+            using.step()
+        _assert_same(model, plain)
+    _go_on(model, ours, plain, theirs)
+    _assert_same_state(ours.state_dict(), theirs.state_dict())
+
+
+@on("ranks")
+def test_gradients_and_parameters_are_what_they_are_without_it() -> None:
+    model, ours, plain, theirs = _pair()
+    for trained, using in ((model, ours), (plain, theirs)):
+        using.zero_grad()
+        _loss(trained, hvd.rank(), 3).backward()
+    assert _bits(p.grad for p in model.parameters() if p.grad is not None) == _bits(
+        p.grad for p in plain.parameters() if p.grad is not None
+    )
+    kept = [parameter.grad for parameter in model.parameters()]
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    ours.step()
+    theirs.step()
+    assert all(one is parameter.grad for one, parameter in zip(kept, model.parameters(), strict=True))
+    assert addresses == [parameter.data_ptr() for parameter in model.parameters()]
+    _assert_same(model, plain)
+
+
+@on("ranks")
+def test_passes_before_a_step_and_no_sync() -> None:
+    model, ours, plain, theirs = _pair(backward_passes_per_step=2)
+    for trained, using in ((model, ours), (plain, theirs)):
+        using.zero_grad()
+        for step in range(4):
+            _loss(trained, hvd.rank(), step).backward()
+        using.step()
+        using.set_backward_passes_per_step(1)
+        using.zero_grad()
+        with using.no_sync():
+            _loss(trained, hvd.rank(), 8).backward()
+        _loss(trained, hvd.rank(), 9).backward()
+        using.synchronize()
+        with using.skip_synchronize():
+            using.step()
+    _go_on(model, ours, plain, theirs)
+
+
+@pytest.mark.parametrize("order", ["backward", "step"])
+@on("ranks")
+def test_a_closure_in_both_orders_of_calls(order: str) -> None:
+    model, ours, plain, theirs = _pair(gradients_ready=order)
+    losses = []
+    for trained, using in ((model, ours), (plain, theirs)):
+
+        def closure(trained: Any = trained, using: Any = using) -> torch.Tensor:
+            using.zero_grad()
+            loss = _loss(trained, hvd.rank(), 4)
+            loss.backward()
+            return loss
+
+        losses.append(using.step(closure).item())
+    assert losses[0] == losses[1]
+    _go_on(model, ours, plain, theirs)
+
+
+@on("ranks")
+def test_hooks_of_users_and_schedulers_are_outside_the_window() -> None:
+    model, ours, plain, theirs = _pair()
+    seen: dict[int, list[Any]] = {0: [], 1: []}
+    for index, (trained, using) in enumerate(((model, ours), (plain, theirs))):
+
+        def note(optimizer: Any, args: Any, kwargs: Any, index: int = index, trained: Any = trained) -> None:
+            seen[index].append(_bits(trained.parameters()))
+            seen[index].append([p.grad is not None and p.grad.tolist() for p in trained.parameters()])
+
+        using.register_step_pre_hook(note)
+        using.register_step_post_hook(note)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(using, 0.5)
+        _train(trained, using, range(3, 5))
+        scheduler.step()
+    assert seen[0] == seen[1] and len(seen[0]) == 8
+    _go_on(model, ours, plain, theirs)
+
+
+@on("ranks")
+def test_a_graph_that_is_kept_over_a_step_is_refused_as_in_torch() -> None:
+    model = _model()
+    optimizer = _sharded(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = _loss(model, hvd.rank(), 0)
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    optimizer.zero_grad()
+
+
+@on("ranks")
+def test_groups_that_come_later() -> None:
+    plain = Model()
+    model = copy.deepcopy(plain)
+    for trained in (model, plain):
+        first = [p for name, p in trained.named_parameters() if not name.startswith("first")]
+        inner = torch.optim.Adam(first, lr=0.01)
+        using = hvd.DistributedOptimizer(inner, trained, sharding="optimizer" if trained is model else None)
+        _train(trained, using, range(2))
+        using.add_param_group({"params": list(trained.first.parameters()), "lr": 0.02})
+        _train(trained, using, range(2, 5))
+    _assert_same(model, plain)
+
+
+@on("ranks")
+def test_two_optimizers_and_a_newer_one() -> None:
+    plain = Model()
+    model = copy.deepcopy(plain)
+    for trained in (model, plain):
+        sharding = "optimizer" if trained is model else None
+        named = list(trained.named_parameters())
+        pair = [
+            hvd.DistributedOptimizer(torch.optim.Adam([p for _, p in part], lr=0.01), part, sharding=sharding)
+            for part in (named[:3], named[3:])
+        ]
+        for step in range(3):
+            for using in pair:
+                using.zero_grad()
+            _loss(trained, hvd.rank(), step).backward()
+            for using in pair:
+                using.step()
+        del pair, using
+        again = hvd.DistributedOptimizer(torch.optim.SGD(trained.parameters(), lr=0.1), trained, sharding=sharding)
+        _train(trained, again, range(3, 6))
+    _assert_same(model, plain)
+
+
+@on("ranks")
+def test_a_plain_optimizer_beside_it_and_copies() -> None:
+    model, ours, plain, theirs = _pair()
+    for trained, using in ((model, ours), (plain, theirs)):
+        beside = torch.optim.SGD(trained.parameters(), lr=0.01)
+        using.zero_grad()
+        _loss(trained, hvd.rank(), 3).backward()
+        beside.step()
+        using.step()
+    _assert_same(model, plain)
+    twin, its = copy.deepcopy((model, ours))
+    average = torch.optim.swa_utils.AveragedModel(model)
+    before = _bits(average.module.parameters())
+    _train(model, ours, range(3, 5))
+    assert _bits(average.module.parameters()) == before
+    _train(twin, its, range(3, 5))
+    _assert_same(twin, model)
+
+
+@on("ranks")
+def test_sparse_gradients() -> None:
+    models = []
+    for sharding in ("optimizer", None):
+        torch.manual_seed(1)
+        table = torch.nn.Embedding(10, 4, sparse=True)
+        dense = torch.nn.Embedding(5, 4)
+        model = torch.nn.ModuleList([table, dense])
+        optimizers = [
+            hvd.DistributedOptimizer(inner, part.named_parameters(), sharding=sharding)
+            for inner, part in (
+                (torch.optim.SparseAdam(table.parameters(), lr=0.1), table),
+                (torch.optim.SGD(dense.parameters(), lr=0.1), dense),
+            )
+        ]
+        for step in range(3):
+            for using in optimizers:
+                using.zero_grad()
+            rows = torch.tensor([hvd.rank(), step, 4])
+            (table(rows) * dense(rows % 5)).square().sum().backward()
+            for using in optimizers:
+                using.step()
+        models.append(model)
+    _assert_same(*models)
+
+
+@on_own(4, ranks_per_host=2)
+def test_two_hosts_step_all_of_it_each_and_compare() -> None:
+    model, ours, plain, theirs = _pair("adamw fused")
+    _go_on(model, ours, plain, theirs)
+    _assert_same_state(ours.state_dict(), theirs.state_dict())
+    _scale_parameters(model, ours)
+    _scale_parameters(plain, theirs)
+    _go_on(model, ours, plain, theirs, range(8, 10))
+    for step in range(10, 16):  # the 16th of this job is compared
+        ours.zero_grad()
+        _loss(model, hvd.rank(), step).backward()
+        if step == 13 and hvd.rank() >= 2:
+            model.scale.grad.mul_(2)
+        if len(ours._sharded_step._placement.placed) and ours._sharded_step._window.step == 15:
+            with pytest.raises(UsageError, match=r"^parameter .scale. is not equal on all hosts after step 16 of t"):
+                ours.step()
+            return
+        ours.step()
+
+
+@on_own(3, ranks_per_host=2)
+def test_hosts_of_other_sizes_and_with_other_processors() -> None:
+    model, ours, plain, theirs = _pair()
+    _go_on(model, ours, plain, theirs)
+    if hvd.rank() == 2:
+        placement.arithmetic = lambda: ("2.0", "AVX512", "of another kind")  # type: ignore[assignment]
+    model = Model()
+    again = _sharded(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    _loss(model, hvd.rank(), 0).backward()
+    with pytest.raises(
+        UnsupportedError, match=r"each of which steps all parameters: torch .* at rank 0, 2\.0 at rank 2"
+    ):
+        again.step()
+
+
+@on("ranks4")
+def test_fewer_parameters_than_ranks_and_one_without_elements() -> None:
+    parameter, empty = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(0, 2))
+    named = [("w", parameter), ("e", empty)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam([parameter, empty]), named, sharding="optimizer")
+    twin = torch.nn.Parameter(torch.ones(3))
+    plain = torch.optim.Adam([twin])
+    for _ in range(3):
+        optimizer.zero_grad()
+        (parameter.square().sum() + empty.sum()).backward()
+        optimizer.step()
+        plain.zero_grad()
+        twin.square().sum().backward()
+        plain.step()
+    assert parameter.tolist() == twin.tolist()
+    assert len(optimizer.state_dict()["state"]) == 2
+
+
+@pytest.mark.parametrize("at", [0, 2])
+@on("ranks")
+def test_state_of_a_plain_optimizer_loads_and_the_other_way_round(at: int) -> None:
+    model = Model()
+    before = torch.optim.Adam(model.parameters(), lr=0.01)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    before.step()
+    saved = copy.deepcopy((model.state_dict(), before.state_dict()))
+    sharded = Model()
+    optimizer = _sharded(sharded, torch.optim.Adam(sharded.parameters(), lr=0.01))
+    _train(sharded, optimizer, range(at))
+    sharded.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    for using, trained in ((before, model), (optimizer, sharded)):
+        for parameter in trained.parameters():
+            parameter.grad = torch.full_like(parameter, 0.5) if parameter.requires_grad else None
+        using.step()
+    assert _bits(sharded.parameters()) == _bits(model.parameters())
+    _assert_same_state(optimizer.state_dict(), before.state_dict())
+    third = torch.optim.Adam(model.parameters(), lr=0.01)
+    third.load_state_dict(optimizer.state_dict())
+    _assert_same_state(third.state_dict(), before.state_dict())
+
+
+@on("ranks2")
+def test_an_elastic_state_commits_and_restores() -> None:
+    model, ours, plain, theirs = _pair()
+    states = [hvd.elastic.TorchState(model=m, optimizer=o) for m, o in ((model, ours), (plain, theirs))]
+    for trained, using, state in ((model, ours, states[0]), (plain, theirs, states[1])):
+        state.save()
+        _train(trained, using, range(2, 4))
+        state.restore()
+    _assert_same(model, plain)
+    _go_on(model, ours, plain, theirs)

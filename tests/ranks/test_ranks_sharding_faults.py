@@ -1,0 +1,297 @@
+"""``sharding="optimizer"`` when a rank dies, stops or raises: parameters are of one step, or an error denies it."""
+
+from __future__ import annotations  # ranks get functions without what classes in them are annotated by
+
+import copy
+import gc
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from descriptors import open_descriptors
+from rank_pool import RankPool, on, on_own
+from small_model import make_loss, make_model
+
+import horo.torch as hvd
+from horo.errors import AbortedError, PeerLostError, UsageError
+from horo.torch.optimizer.sharding.meeting import Meeting
+from horo.torch.optimizer.sharding.placement import ParameterPlacement
+from horo.torch.optimizer.sharding.state import StatePlacement
+
+STEPS = 2
+
+
+class Interrupted(torch.optim.SGD):
+    """SGD with momentum that calls a function before or after it has stepped."""
+
+    before: Any = None
+    after: Any = None
+
+    def step(self, closure: Any = None) -> Any:
+        if self.before is not None:
+            self.before()
+        result = super().step(closure)
+        if self.after is not None:
+            self.after()
+        return result
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _made(sharding: str | None = "optimizer") -> tuple[torch.nn.Module, Any]:
+    model = make_model()
+    inner = Interrupted(model.parameters(), lr=0.1, momentum=0.9)
+    return model, hvd.DistributedOptimizer(inner, model, sharding=sharding)
+
+
+def _train(model: torch.nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        make_loss(model, hvd.rank(), step).backward()
+        optimizer.step()
+
+
+def _bits(model: torch.nn.Module) -> list[Any]:
+    return [parameter.flatten().tolist() for parameter in model.parameters()]
+
+
+def _calls(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """The method calls ``function`` with its arguments first."""
+    inner = getattr(owner, name)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        function(*args)
+        return inner(self, *args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+def _kill_at_meeting(where: str) -> None:
+    _calls(Meeting, "meet", lambda what, *_: _kill() if what == where else None)
+
+
+def _kill_in(owner: Any, name: str) -> None:
+    _calls(owner, name, lambda *_: _kill())
+
+
+MOMENTS: dict[str, tuple[int, Callable[[Any], None], str, bool]] = {
+    # after how many steps, what the victim does then, what the others find, whether they are told that it is torn
+    "before the step": (STEPS, lambda optimizer: _kill(), "before", False),
+    "at entry": (STEPS, lambda optimizer: _kill_at_meeting("entry"), "before", False),
+    "in the window": (STEPS, lambda optimizer: setattr(optimizer, "before", _kill), "torn", True),
+    "behind its part": (STEPS, lambda optimizer: setattr(optimizer, "after", _kill), "after", True),
+    "at exit": (STEPS, lambda optimizer: _kill_at_meeting("exit"), "after", False),
+    "while parameters move": (
+        0,
+        lambda optimizer: _calls(ParameterPlacement, "_copied", lambda *_: _kill()),
+        "before",
+        False,
+    ),
+    "while state moves": (0, lambda optimizer: _calls(StatePlacement, "_laid_out", lambda *_: _kill()), "after", False),
+}
+
+
+def _lose(moment: str, victim: int) -> Any:
+    steps, act, *_ = MOMENTS[moment]
+    model, optimizer = _made()
+    plain, its = _made(None)
+    _train(plain, its, range(steps))
+    before = _bits(plain)
+    _train(plain, its, range(steps, steps + 1))
+    _train(model, optimizer, range(steps))
+    hvd.barrier()
+    if hvd.rank() == victim:
+        act(optimizer)
+    with pytest.raises(PeerLostError) as caught:
+        _train(model, optimizer, range(steps, steps + 1))
+    found = _bits(model)
+    what = "before" if found == before else "after" if found == _bits(plain) else "torn"
+    is_torn = False
+    try:
+        saved = optimizer.state_dict()
+    except UsageError as error:
+        is_torn = True
+        assert re.search(r"optimizer\.state_dict\(\): parameters may be of two steps", str(error))
+        with pytest.raises(UsageError, match="parameters may be of two steps"):
+            optimizer.step()
+        optimizer.load_state_dict(its.state_dict())
+        assert optimizer.state_dict()["state"].keys() == its.state_dict()["state"].keys()
+    else:
+        whole = 4 if steps else 0
+        assert len(saved["state"]) == whole or what == "after"
+    hvd.shutdown()
+    assert _bits(model) == found
+    return what, is_torn, str(caught.value)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_rank_that_dies_leaves_parameters_of_one_step_or_the_error_says_that(moment: str) -> None:
+    with RankPool(3) as pool:
+        results = pool.run_each(_lose, [(moment, 1)] * 3, lost=[1])
+    for result in (results[0], results[2]):
+        what, is_torn, text = result
+        assert (what, is_torn) == MOMENTS[moment][2:], text
+        assert re.search("^rank 1 ", text), text
+        assert ("it was lost inside optimizer.step(): " in text) == is_torn, text
+        if is_torn:
+            assert re.search(r"\d of 4 parameters may be half stepped; load a checkpoint or the last commit$", text)
+
+
+def _continue(pool: RankPool, rank: int, at_stop: Callable[[], None] = lambda: None) -> threading.Thread:
+    """Has a rank go on when it has stopped itself, and has done ``at_stop()`` before."""
+    started = threading.Event()
+
+    def watch() -> None:
+        deadline = time.monotonic() + 50
+        while time.monotonic() < deadline:
+            processes = list(pool.processes)
+            if len(processes) == pool.size and (pid := processes[rank].pid):
+                started.set()
+                if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+                    at_stop()
+                    os.kill(pid, signal.SIGCONT)
+                    return
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_the_others_wait_for_an_owner_that_is_stopped_in_the_window(when: str) -> None:
+    def check(when: str) -> None:
+        model, optimizer = _made()
+        plain, its = _made(None)
+        _train(model, optimizer, range(STEPS))
+        if hvd.rank() == 1:
+            setattr(optimizer, when, _stop)
+        _train(model, optimizer, range(STEPS, STEPS + 1))
+        _train(plain, its, range(STEPS + 1))
+        assert _bits(model) == _bits(plain)
+
+    with RankPool(2) as pool:
+        thread = _continue(pool, 1)
+        pool.run(check, when)
+        thread.join()
+
+
+def test_no_view_changes_behind_the_error_while_an_owner_is_stopped() -> None:
+    def check() -> Any:
+        model, optimizer = _made()
+        _train(model, optimizer, range(STEPS))
+        if hvd.rank() == 1:
+            optimizer.before = _stop
+        if hvd.rank() == 2:
+            optimizer.after = _kill
+        with pytest.raises(PeerLostError):
+            _train(model, optimizer, range(STEPS, STEPS + 1))
+        return _bits(model), optimizer._sharded_step._placement.window.settle()
+
+    with RankPool(3) as pool:
+        thread = _continue(pool, 1)
+        found = pool.run_each(check, [()] * 3, lost=[2])
+        thread.join()
+    assert found[0][0] == found[1][0]
+    assert found[0][1] == found[1][1] == [True, True, None]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@on("ranks")
+def test_a_step_that_raises_on_one_rank_is_an_error_on_all(error: type[BaseException]) -> None:
+    model, optimizer = _made()
+    plain, its = _made(None)
+    for trained, using in ((model, optimizer), (plain, its)):
+        _train(trained, using, range(STEPS))
+
+    def fail() -> None:
+        raise error("of this rank")
+
+    last = hvd.size() - 1
+    optimizer.zero_grad()
+    make_loss(model, hvd.rank(), 7).backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    if hvd.rank() == last:
+        optimizer.after = fail
+        with pytest.raises(error, match=r"^of this rank$"):
+            optimizer.step()
+        optimizer.after = None
+    else:
+        said = rf"^rank {last}: optimizer.step\(\) raised {error.__name__}: of this rank; parameters may be of two"
+        with pytest.raises(AbortedError, match=said):
+            optimizer.step()
+    assert all(one is parameter.grad for one, parameter in zip(gradients, model.parameters(), strict=True))
+    assert addresses == [parameter.data_ptr() for parameter in model.parameters()]
+    for call in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(UsageError, match=rf"may be of two steps, since rank {last}: .* of this rank; load a state"):
+            call()
+    model.load_state_dict(copy.deepcopy(plain.state_dict()))
+    optimizer.load_state_dict(copy.deepcopy(its.state_dict()))
+    for trained, using in ((model, optimizer), (plain, its)):
+        _train(trained, using, range(3, 6))
+    assert _bits(model) == _bits(plain)
+
+
+@on("ranks")
+def test_a_hook_of_a_user_that_raises_outside_the_window_leaves_all_as_it_was() -> None:
+    model, optimizer = _made()
+    plain, its = _made(None)
+    for trained, using in ((model, optimizer), (plain, its)):
+        for step in range(4):
+            using.zero_grad()
+            make_loss(trained, hvd.rank(), step).backward()
+            if step == 2:
+                handle = using.register_step_pre_hook(lambda *_: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    using.step()
+                handle.remove()
+            using.step()
+    assert _bits(model) == _bits(plain)
+
+
+@on_own(4, init=False)
+def test_jobs_one_after_the_other_and_what_is_left_of_them() -> None:
+    hvd.init()
+    before, of_job = open_descriptors(), _files()
+    model, optimizer = _made()
+    plain, its = _made(None)
+    for number in range(3):
+        hvd.init()
+        for trained, using in ((model, optimizer), (plain, its)):
+            _train(trained, using, range(3 * number, 3 * number + 3))
+        assert _bits(model) == _bits(plain)
+        assert str(optimizer.state_dict()) == str(its.state_dict())
+        if number == 2:
+            break
+        hvd.shutdown()
+        with torch.no_grad():  # each rank goes on by itself now
+            for parameter in (*model.parameters(), *plain.parameters()):
+                parameter.mul_(0.9)
+            for entries in (*optimizer.state.values(), *its.state.values()):
+                entries["momentum_buffer"].mul_(0.5)
+        assert str(optimizer.state_dict()) == str(its.state_dict())
+    assert _files() > of_job
+    del model, optimizer, trained, using, parameter, entries
+    assert not {name for _, name in open_descriptors() - before if "memfd" in name}
+    assert _files() == of_job
+
+
+def _files() -> int:
+    """How many files without a name this process has mapped, its job's own included."""
+    gc.collect()
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    return len({line[4] for line in lines if "/memfd:horo" in " ".join(line)})
