@@ -28,7 +28,7 @@ _TOPIC = "round"
 _NAME = re.compile(rb"[0-9a-f]{32}")
 _NONCE_MAX = 1 << 62
 _NONE = b"0"
-"""In the place of a nonce that has been answered; also what a counter is that nobody has set."""
+"""In the place of a nonce that has been answered; also the value of a counter before anybody sets it."""
 _rounds: dict[Launch, Launch] = {}
 """The launches of this process with the name of their round, which all starts of the process share."""
 

@@ -39,7 +39,9 @@ class Interrupted:
 
 def client(server: Any, timeout_s: float = DEADLINE_S) -> Any:
     timeout = timedelta(seconds=timeout_s)
-    return torch_distributed.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return torch_distributed.TCPStore(
+        "127.0.0.1", server.port, is_master=False, timeout=timeout, wait_for_workers=False
+    )
 
 
 def launch(rank: int) -> Launch:

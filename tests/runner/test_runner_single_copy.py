@@ -53,7 +53,7 @@ def test_a_user_may_turn_it_off(hororun: Hororun) -> None:
 )
 def test_where_one_may_not_none_does(hororun: Hororun, tmp_path: Path, defines: dict[str, int], reason: str) -> None:
     done = run(hororun, double=build_double("libpeer_memory.so", tmp_path, **defines))
-    check_right(done, f"{PASSES}, since rank 1 cannot read the memory of rank 0: {reason}", READS)
+    check_right(done, f"{PASSES}, since rank 1 cannot read the memory of rank 2: {reason}", READS)
 
 
 def test_reads_may_end_early(hororun: Hororun, tmp_path: Path) -> None:

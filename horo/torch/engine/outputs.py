@@ -17,8 +17,8 @@ def check_out(out: torch.Tensor | None, tensor: torch.Tensor, spec: Operation) -
     The number of rows of what is gathered is known only afterwards, see ``results.fill_out``.
 
     Raises:
-        UsageError: The core cannot work on it, or it differs in dtype, device or shape, is not contiguous, or a gradient
-            is asked for.
+        UsageError: The core cannot work on it, it differs in dtype, device or shape, it is not contiguous, or a
+            gradient is asked for.
     """
     if out is None:
         return
