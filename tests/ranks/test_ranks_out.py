@@ -80,11 +80,25 @@ def test_splits_and_other_forms_go_to_out_too() -> None:
         assert hvd.broadcast(leaf, 0, out=torch.zeros(2)).tolist() == [1.0, 1.0]
 
 
+@on("ranks2")
+@pytest.mark.parametrize("is_within", [False, True])
+def test_memory_of_inference_mode_and_other_memory_get_the_result(is_within: bool) -> None:
+    with torch.inference_mode():
+        inferred = torch.zeros(2)
+    for out in (inferred, torch.zeros(2)):
+        with torch.inference_mode(is_within):
+            for turn in range(3):
+                version = None if out.is_inference() else out._version
+                assert hvd.broadcast(torch.full((2,), float(turn)), 0, name="b", out=out) is out
+                assert out.tolist() == [float(turn)] * 2
+                assert version is None or out._version > version
+
+
 CALLS: dict[str, Callable[..., Any]] = {
-    "allgather": lambda tensor, out: hvd.allgather(tensor, name="x", out=out),
-    "alltoall": lambda tensor, out: hvd.alltoall(tensor, name="x", out=out),
-    "broadcast": lambda tensor, out: hvd.broadcast(tensor, 0, name="x", out=out),
-    "reducescatter": lambda tensor, out: hvd.reducescatter(tensor, name="x", out=out),
+    "allgather": lambda tensor, out: hvd.allgather(tensor, name="x-1", out=out),
+    "alltoall": lambda tensor, out: hvd.alltoall(tensor, name="x-1", out=out),
+    "broadcast": lambda tensor, out: hvd.broadcast(tensor, 0, name="x-1", out=out),
+    "reducescatter": lambda tensor, out: hvd.reducescatter(tensor, name="x-1", out=out),
 }
 
 
@@ -92,14 +106,21 @@ CALLS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("kind", CALLS)
 def test_an_out_that_will_not_do_is_refused_on_all_ranks(kind: str) -> None:
     rows, leaf = torch.ones(2, 4), torch.ones(2, 4, requires_grad=True)
+    without_memory = torch.ones(2, 4)
+    without_memory.untyped_storage().resize_(0)
     wrong_shape = "[2, 5], the result " + {"reducescatter": "[1, 4]", "broadcast": "[2, 4]"}.get(kind, "[2, 4]")
     cases: list[tuple[torch.Tensor, Any, str]] = [
-        (rows, [0.0], f"{kind} 'x': out is no torch.Tensor, but list"),
+        (rows, [0.0], f"out of {kind} 'x-1': expected a torch.Tensor, not list"),
+        (rows, torch.ones(2, 4).to_sparse_csr(), f"out of {kind} 'x-1': torch.sparse_csr tensors are not supported"),
+        (rows, torch.ones(2, 4).to_mkldnn(), "torch._mkldnn tensors are not supported"),
+        (rows, torch.nested.nested_tensor([torch.ones(2)]), "nested tensors are not supported"),
+        (rows, torch.nn.UninitializedParameter(requires_grad=False), f"out of {kind} 'x-1': "),
+        (rows, without_memory, f"out of {kind} 'x-1': the tensor (Tensor) "),
         (rows, torch.ones(2, 4, dtype=torch.float64), "out is torch.float64 on cpu, the tensor torch.float32 on cpu"),
-        (rows, torch.ones(2, 4, device="meta"), "out is torch.float32 on meta, the tensor torch.float32 on cpu"),
+        (rows, torch.ones(2, 4, device="meta"), "the tensor is on meta"),
         (rows, torch.ones(4, 2).t(), "out is not contiguous (strides [1, 2]); use torch.empty"),
         (rows, torch.ones(2, 5), f"out has the shape {wrong_shape}"),
-        (rows, torch.tensor(1.0), "out has the shape [], the result ["),
+        (rows, torch.tensor(1.0), f"{kind} 'x-1': out has the shape [], the result ["),
         (leaf, torch.ones(2, 4), "out= has no gradient; leave it out, or call this in torch.no_grad()"),
         (rows, leaf, "out= has no gradient"),
     ]

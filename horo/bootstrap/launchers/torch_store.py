@@ -68,10 +68,6 @@ class TorchStore:
     def get(self, key: str, timeout_s: float, unless: str | None = None) -> bytes:
         return self.get_many([key], timeout_s, unless)[0]
 
-    def look(self, key: str) -> bytes | None:
-        """The value of a key; None if there is none."""
-        return bytes(self._call("get", key)) if self._has([key]) else None
-
     def add(self, key: str, amount: int) -> int:
         return int(self._call("add", key, amount))
 

@@ -17,15 +17,15 @@ def check_out(out: torch.Tensor | None, tensor: torch.Tensor, spec: Operation) -
     The number of rows of what is gathered is known only afterwards, see ``results.fill_out``.
 
     Raises:
-        UsageError: It is no tensor, differs in dtype, device or shape, is not contiguous, or a gradient is asked for.
+        UsageError: The core cannot work on it, it differs in dtype, device or shape, it is not contiguous, or a
+            gradient is asked for.
     """
     if out is None:
         return
     what = describe(spec.kind, spec.name)
     with telling(spec):
         check_tensor(tensor, spec.kind, spec.name)
-        if not isinstance(out, torch.Tensor):
-            raise UsageError(f"{what}: out is no torch.Tensor, but {type(out).__name__}")
+        check_tensor(out, f"out of {spec.kind}", spec.name)
         if torch.is_grad_enabled() and (out.requires_grad or tensor.requires_grad):
             raise UsageError(f"{what}: out= has no gradient; leave it out, or call this in torch.no_grad()")
         if out.dtype is not tensor.dtype or out.device != tensor.device:
@@ -38,4 +38,5 @@ def check_out(out: torch.Tensor | None, tensor: torch.Tensor, spec: Operation) -
             is_known = spec.collective == "reducescatter"
             wanted[0] = share_of_rows(wanted[0], *spec.place)[1] if is_known else next(iter(out.shape), -1)
         if list(out.shape) != wanted:
-            raise UsageError(f"{what}: out has the shape {list(out.shape)}, the result {wanted}".replace("-1", "rows"))
+            shape = str(wanted).replace("-1", "rows")
+            raise UsageError(f"{what}: out has the shape {list(out.shape)}, the result {shape}")

@@ -79,7 +79,7 @@ def fill_out(out: torch.Tensor | None, result: torch.Tensor, spec: Operation) ->
     if out.shape != result.shape:
         shapes = f"out has the shape {list(out.shape)}, the result {list(result.shape)}"
         raise UsageError(f"{describe(spec.kind, spec.name)}: {shapes}")
-    with torch.no_grad():
+    with torch.inference_mode():  # without it, memory that was made there cannot be written
         return out.copy_(result)
 
 

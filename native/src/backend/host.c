@@ -131,11 +131,12 @@ static struct hr_fused fuse(const struct host_backend *host, struct hr_piece *pi
 }
 
 /* The vectors have been made. */
-static int begin_scatter(struct host_backend *host) {
+static int begin_scatter(struct host_backend *host, int begins_again) {
     const struct hr_fused *by_rank = host->parts.by_rank;
     const struct hr_work *work = &host->work;
     const int reduce_op = hr_operation_of(work->reduce_op);
     const struct hr_scale postscale = postscale_of(host, by_rank[0].codec);
+    const size_t done = begins_again ? host->run.direct.summed_bytes : 0;
     /* the sum of a reduce may have taken the place of the root's input, which a second try would need */
     if (work->prescale == 1.0 && by_rank[0].codec->is_plain && work->op != HORO_REDUCE) {
         const struct hr_sum sum = {reduce_op, postscale};
@@ -147,6 +148,7 @@ static int begin_scatter(struct host_backend *host) {
     host->is_direct = 0;
     host->task = NULL;
     HR_TRY(hr_reducescatter_begin(&host->run.reducescatter, host->team, by_rank, reduce_op, work->prescale, postscale));
+    host->run.reducescatter.done = done;
     host->task = &host->run.reducescatter.segments.task;
     return HR_MOVED;
 }
@@ -162,7 +164,7 @@ static int begin_rows(struct host_backend *host) {
         host->parts.by_rank[r] = fuse(host, host->pieces + (size_t)r * host->work.count, kind, r);
         host->moved_bytes += host->parts.by_rank[r].bytes;
     }
-    return begin_scatter(host);
+    return begin_scatter(host, 0);
 }
 
 static int is_adasum(const struct host_backend *host) {
@@ -401,7 +403,7 @@ static int host_progress(struct hr_backend *backend) {
     }
     const int begins_again = host->is_direct && host->team->reads_peers < 0; /* its reads have failed */
     if (hr_op_is(host->work.op, HR_OP_REDUCTION)) {
-        return begins_again ? begin_scatter(host) : begin_rows(host);
+        return begins_again ? begin_scatter(host, 1) : begin_rows(host);
     }
     if (begins_again) {
         const int status = begin_move(host);

@@ -1,7 +1,4 @@
-/*
- * Allgather over one arena. Every rank shows its next segment and copies the
- * others' out.
- */
+/* Allgather over one arena. Every rank shows its next segment and copies the others' out. */
 #include <string.h>
 
 #include "collective/collective.h"
@@ -38,12 +35,11 @@ static const struct hr_segments_ops one_host = {.fill = fill, .drain = drain};
 /*
  * ---- Several hosts (two-level form) ----
  *
- * The part of every rank is cut into `share_count` shares, an equal
- * number for each owner and segment: share j belongs to segment j / owners and lies in the slot of owner j % owners,
- * all parts in order of their hosts one behind the other. So the ranks of a host write what they have into their
- * owners' slots; each owner gathers its slot with its like on the other hosts, host by host a contiguous part; and
- * everybody copies everything out of the slots of its host. The links of all owners carry the same, whoever has how
- * much.
+ * The part of every rank is cut into `share_count` shares, an equal number for each owner and segment: share j belongs
+ * to segment j / owners and lies in the slot of owner j % owners, all parts in order of their hosts one behind the
+ * other. So the ranks of a host write what they have into their owners' slots; each owner gathers its slot with its
+ * like on the other hosts, host by host a contiguous part; and everybody copies everything out of the slots of its
+ * host. The links of all owners carry the same, whoever has how much.
  *
  * Small results travel by doubling, large ones round a ring, where each link carries all but one host's data once, in
  * both directions at once.

@@ -86,8 +86,8 @@ struct hr_reducescatter {
     size_t region_bytes;        /* of each owner in a slot */
     size_t piece_scratch_bytes; /* several hosts: for the pieces of one segment that travels, */
     size_t scratch_bytes;       /* and for its parts as well */
-    size_t unit;                /* of shares */
-    size_t share_count;
+    size_t unit, share_count;   /* of shares */
+    size_t done;                /* one host: bytes of this rank's part that are in the outputs already */
 };
 
 /* See adasum.c. */
@@ -235,12 +235,12 @@ struct hr_direct {
     int peer;           /* how many peers' parts are read */
     size_t piece, skip; /* of this peer's part: what is read next; of a sum: of all parts */
     struct hr_sum sum;
+    size_t summed_bytes; /* of my part of a sum: they are in the outputs, which may lie in my input */
 };
 
 /*
  * Inputs and outputs as the collective has them; the caller keeps the vectors. If afterwards team->reads_peers is
- * negative, which is the same on all members, a read has failed, and all of the move is to be done again by another
- * way.
+ * negative, as on all members, a read has failed: the move is to be done again another way, but for what is summed.
  */
 void hr_direct_begin(struct hr_direct *run, struct hr_team *team, const struct hr_move *move);
 /* As hr_segments_fill_ahead and hr_segments_show_ahead, of the addresses. */

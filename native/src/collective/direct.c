@@ -282,6 +282,7 @@ static int sum_next(struct hr_direct *run) {
                              team->sources, team->size, addends[i].bytes / codec->wire_bytes, run->sum.scale,
                              HR_STORE_ORDINARY);
             read += addends[i].bytes;
+            run->summed_bytes += addends[i].bytes;
         }
     }
     return HR_MOVED;

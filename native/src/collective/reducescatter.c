@@ -84,13 +84,16 @@ static void drain(struct hr_segments *segments, size_t k) {
     const int to_outputs = run->codec->is_plain;
     struct hr_walk walk = walk_begin(run, k, 0);
     while (hr_walk_on(&walk)) {
-        if (walk.rank != team->rank) {
-            continue;
-        }
-        reduce_share(run, k, &walk, to_outputs, run->postscale);
-        if (!to_outputs) {
-            hr_fused_unpack(&run->by_rank[team->rank], walk.share.offset, walk.share.bytes,
-                            slot_of(run, team->local_rank, k) + walk.at, team->node->kernel);
+        if (walk.rank == team->rank) {
+            const struct hr_range share = walk.share;
+            const size_t skip = run->done > share.offset ? hr_smaller(run->done - share.offset, share.bytes) : 0;
+            walk.share = (struct hr_range){share.offset + skip, share.bytes - skip};
+            walk.at += skip;
+            reduce_share(run, k, &walk, to_outputs, run->postscale);
+            if (!to_outputs) {
+                hr_fused_unpack(&run->by_rank[team->rank], walk.share.offset, walk.share.bytes,
+                                slot_of(run, team->local_rank, k) + walk.at, team->node->kernel);
+            }
         }
     }
 }
