@@ -358,6 +358,22 @@ def test_memory_that_is_locked_is_refused() -> None:
         libc.munlockall()
 
 
+@on_own(2)
+def test_memory_that_is_locked_later_is_refused() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    model, optimizer = _made()
+    _train(model, optimizer, range(1))
+    if libc.mlockall(1) != 0:  # MCL_CURRENT
+        pytest.skip("mlockall is not allowed here")
+    try:
+        with pytest.raises(
+            UnsupportedError, match=r"^sharding=: this process locks its memory \(mlockall\), which mak"
+        ):
+            _train(model, optimizer, range(1, 2))
+    finally:
+        libc.munlockall()
+
+
 @on("ranks2")
 def test_an_older_kernel_and_none_that_tells() -> None:
     from horo.torch.optimizer.sharding import pages  # noqa: PLC0415 - of the rank

@@ -52,9 +52,7 @@ class Pages:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
         self._found = (ctypes.c_uint64 * (3 * _MOST_RANGES))()
         if next(self.written(), None) is not None:
-            raise UnsupportedError(
-                "sharding=: this process locks its memory (mlockall), which makes a private copy of every parameter"
-            )
+            raise _locked()
 
     def storage(self, offset: int, size: int, *, alias: bool) -> torch.UntypedStorage:
         """A part of a mapping, which is no part of a larger storage."""
@@ -74,8 +72,15 @@ class Pages:
                 yield first - self._address, last - self._address
 
     def drop(self, start: int, end: int) -> None:
-        """Drops what this process has written into a range of its view, which shows the file again."""
-        self.view.madvise(mmap.MADV_DONTNEED, start, end - start)
+        """Drops what this process has written into a range of its view, which shows the file again.
+
+        Raises:
+            UnsupportedError: The process has locked its memory since.
+        """
+        try:
+            self.view.madvise(mmap.MADV_DONTNEED, start, end - start)
+        except OSError as error:
+            raise _locked() from error
 
     def _scan(self, start: int, end: int) -> tuple[int, list[tuple[int, int]]]:
         """The address where the scan has ended, and the ranges found until there."""
@@ -118,6 +123,12 @@ def _read_pagemap(descriptor: int, start: int, end: int) -> Iterator[tuple[int, 
     is_private = (words >> _FILE_BIT & 1 == 0) & (words >> _FILE_BIT + 1 & 3 != 0)
     for page in is_private.nonzero().flatten().tolist():
         yield start + page * PAGE, start + (page + 1) * PAGE
+
+
+def _locked() -> UnsupportedError:
+    return UnsupportedError(
+        "sharding=: this process locks its memory (mlockall), which makes a private copy of every parameter"
+    )
 
 
 def _no_pagemap(reason: object) -> UnsupportedError:

@@ -7,7 +7,6 @@ all ranks when they change.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -120,7 +119,7 @@ class StatePlacement:
     def drop(self) -> None:
         """Drops what this rank has written into the state of parameters of others."""
         for pages in self._parts:
-            pages.view.madvise(mmap.MADV_DONTNEED)
+            pages.drop(0, pages.size)
 
     def place(self, optimizer: torch.optim.Optimizer, placed: Mapping[ParameterState, Placed]) -> None:
         """Moves state into the common memory, where it is not yet. All ranks call it.
