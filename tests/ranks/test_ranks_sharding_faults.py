@@ -146,6 +146,7 @@ def test_a_rank_that_dies_leaves_parameters_of_one_step_or_the_error_says_that(m
         assert (what, is_torn) == MOMENTS[moment][2:], text
         assert re.search("^rank 1 ", text), text
         assert ("it was lost inside optimizer.step(): " in text) == is_torn, text
+        assert ("optimizer.step() had been done on this host" in text) == (what == "after" and not is_torn), text
         if is_torn:
             assert re.search(r"\d of 4 parameters may be half stepped; load a checkpoint or the last commit$", text)
 

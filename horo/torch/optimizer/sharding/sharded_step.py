@@ -254,7 +254,7 @@ class _ShardedStep:
         """Waits until no rank of this host writes; returns the outcome of the step, empty if it has not begun."""
         _, placement, _ = self._parts()
         window = placement.window
-        if window is None:
+        if window is None or not placement.placed:  # lost while parameters moved for the first time
             return ""
         window.leave()
         stepped = window.settle()
