@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from horo.bench.operations import OPERATIONS
 
-__all__ = ["ITEM_BYTES", "BenchOptionError", "Beside", "command_of", "read_options", "split_words"]
+__all__ = ["ITEM_BYTES", "BenchOptionError", "Beside", "build_parser", "command_of", "read_options", "split_words"]
 
 ITEM_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8}
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
@@ -75,7 +75,8 @@ def _beside(path: str) -> Beside:
         raise argparse.ArgumentTypeError(f"{path}: is no report of hororun --json-report") from None
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The options of ``horo bench`` itself."""
     parser = _Parser(
         prog="horo bench",
         usage="horo bench -np N [options of hororun] [options]",
@@ -106,7 +107,7 @@ def read_options(words: Sequence[str]) -> argparse.Namespace:
         BenchOptionError: one is wrong.
         SystemExit: ``--help`` was answered.
     """
-    given = _parser().parse_args(words)
+    given = build_parser().parse_args(words)
     if given.max < given.min:
         raise BenchOptionError(f"bench: --max {given.max} is below --min {given.min}")
     return given
@@ -122,7 +123,7 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     if "--" in words:
         place = words.index("--")
         return words[:place], words[place + 1 :]
-    parser = _parser()
+    parser = build_parser()
     _, others = parser.parse_known_args(words)
     own, rest = [], list(others)
     for word in words:  # what argparse has not taken is hororun's; both are in their order

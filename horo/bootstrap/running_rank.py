@@ -222,6 +222,8 @@ class RunningRank:
     def forked(self) -> None:
         """Called in a forked child."""
         self.context.after_fork()
+        if self.board is not None:
+            self.board.close()
 
 
 _ranks: weakref.WeakSet[RunningRank] = weakref.WeakSet()

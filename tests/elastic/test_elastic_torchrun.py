@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from jobs import TORCH_S, run_python
-from rounds import PROGRAM, check
+from torchrun_rounds import PROGRAM, check
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -19,6 +19,7 @@ from jobs import port_for_later
 from rank_pool import RankPool
 
 import horo.torch as hvd
+from horo.bench.options import build_parser as build_bench_parser
 from horo.config.table import GROUPS, names_of
 from horo.runner.cli import parse
 from horo.runner.cli.options import build_parser
@@ -137,7 +138,8 @@ def test_every_hororun_command_is_understood(tmp_path: Path, monkeypatch: pytest
 
 
 def test_options_variables_and_functions_that_pages_name_exist() -> None:
-    known = {name for action in build_parser()._actions for name in action.option_strings} | FOREIGN_OPTIONS
+    parsers = (build_parser(), build_bench_parser())
+    known = {name for each in parsers for action in each._actions for name in action.option_strings} | FOREIGN_OPTIONS
     wrong = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
