@@ -12,7 +12,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from horo.bootstrap.auth.handshake import HandshakeError
 from horo.bootstrap.host.arena import check_user, receive_descriptors, send_descriptors
@@ -31,7 +31,7 @@ class FileAddress:
     """The way to a giver, for the ranks that take its file."""
 
     name: bytes
-    token: bytes
+    token: bytes = field(repr=False)
 
 
 class FileGiver:
