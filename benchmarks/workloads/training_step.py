@@ -155,7 +155,8 @@ def check_learning(
 ) -> str:
     """Trains a copy and, where batches add up, compares it with one process that has the batches of all ranks."""
     batch = min(recipe.batch, CHECKED_BATCH_ON_GPU) if place.is_gpu else recipe.batch
-    with place.exact(in_float64=place.is_gpu or synced) as exact:  # what is normalized magnifies what is rounded
+    magnifies = place.is_gpu or synced or optimizer != "plain"  # what is normalized does, in Adam, too
+    with place.exact(in_float64=magnifies) as exact:
         training = Training(library, recipe, exact, batch=batch, synced=synced, way=way, optimizer=optimizer)
         for _ in range(CHECKED_STEPS):
             training.step()
