@@ -74,6 +74,17 @@ def take_step(model: torch.nn.Module, optimizer: Any, step: int = 0) -> None:
     optimizer.step()
 
 
+def take_steps(model: torch.nn.Module, optimizer: Any, steps: range) -> None:
+    """As a training script does: no gradient is left of the step before."""
+    for step in steps:
+        optimizer.zero_grad()
+        take_step(model, optimizer, step)
+
+
+def bits_of(model: torch.nn.Module) -> list[Any]:
+    return [parameter.flatten().tolist() for parameter in model.parameters()]
+
+
 def backward_averages(model: torch.nn.Module, step: int = 0) -> None:
     """``backward()``, after which each gradient is the one of a process that has the batches of all ranks."""
     wanted = mean_gradients(model, hvd.size(), step)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import on, on_own
-from small_model import make_batch
+from small_model import make_loss, make_model, take_steps
 
 import horo.torch as hvd
 from horo.errors import UnsupportedError, UsageError
@@ -73,17 +73,6 @@ class Model(torch.nn.Module):
         return x * self.scale * self.single
 
 
-def _loss(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
-    return model(make_batch(rank, step)).square().mean()
-
-
-def _train(model: torch.nn.Module, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        _loss(model, hvd.rank(), step).backward()
-        optimizer.step()
-
-
 def _bits(values: Any) -> list[Any]:
     return [value.detach().flatten().tolist() for value in values]
 
@@ -113,26 +102,21 @@ def test_it_has_the_bits_of_an_unsharded_run(kind: str) -> None:
     model = copy.deepcopy(plain)
     ours = _sharded(model, OPTIMIZERS[kind](model.parameters()))
     theirs = hvd.DistributedOptimizer(OPTIMIZERS[kind](plain.parameters()), plain)
-    _train(model, ours, range(4))
-    _train(plain, theirs, range(4))
+    take_steps(model, ours, range(4))
+    take_steps(plain, theirs, range(4))
     assert _bits(model.parameters()) == _bits(plain.parameters())
     _assert_same_state(ours.state_dict(), theirs.state_dict())
     told = hvd.allgather_object(_bits(model.parameters()))
     assert all(each == told[0] for each in told)
 
 
-def _model() -> torch.nn.Module:
-    torch.manual_seed(3)
-    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3)).double()
-
-
 def _alone(kind: str, steps: int) -> torch.nn.Module:
     """One process that has the batches of all ranks."""
-    model = _model()
+    model = make_model()
     optimizer = OPTIMIZERS[kind](model.parameters())
     for step in range(steps):
         optimizer.zero_grad()
-        (sum(_loss(model, rank, step) for rank in range(hvd.size())) / hvd.size()).backward()  # type: ignore[union-attr]
+        (sum(make_loss(model, rank, step) for rank in range(hvd.size())) / hvd.size()).backward()  # type: ignore[union-attr]
         optimizer.step()
     return model
 
@@ -140,8 +124,8 @@ def _alone(kind: str, steps: int) -> torch.nn.Module:
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @on("ranks")
 def test_it_is_one_process_with_all_batches(kind: str) -> None:
-    model = _model()
-    _train(model, _sharded(model, OPTIMIZERS[kind](model.parameters())), range(5))
+    model = make_model()
+    take_steps(model, _sharded(model, OPTIMIZERS[kind](model.parameters())), range(5))
     for one, other in zip(model.parameters(), _alone(kind, 5).parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12 if kind in ROUGH else 1e-14, atol=1e-15)
 
@@ -153,14 +137,14 @@ def _pair(kind: str = "adam", **options: Any) -> tuple[Any, Any, Any, Any]:
     ours = _sharded(model, OPTIMIZERS[kind](model.parameters()), **options)
     theirs = hvd.DistributedOptimizer(OPTIMIZERS[kind](plain.parameters()), plain, **options)
     for trained, using in ((model, ours), (plain, theirs)):
-        _train(trained, using, range(2))
+        take_steps(trained, using, range(2))
     return model, ours, plain, theirs
 
 
 def _go_on(model: Any, ours: Any, plain: Any, theirs: Any, steps: range = range(5, 8)) -> None:
     """Both go on; they have equal bits, on all ranks."""
-    _train(model, ours, steps)
-    _train(plain, theirs, steps)
+    take_steps(model, ours, steps)
+    take_steps(plain, theirs, steps)
     _assert_same(model, plain)
 
 
@@ -275,7 +259,7 @@ def test_what_a_script_does_on_all_ranks_counts_once(change: Callable[[Any, Any]
     for step in range(2, 5):
         for trained, using in ((model, ours), (plain, theirs)):
             using.zero_grad()
-            _loss(trained, hvd.rank(), step).backward()
+            make_loss(trained, hvd.rank(), step).backward()
             change(trained, using)
             using.step()
         _assert_same(model, plain)
@@ -288,7 +272,7 @@ def test_gradients_and_parameters_are_what_they_are_without_it() -> None:
     model, ours, plain, theirs = _pair()
     for trained, using in ((model, ours), (plain, theirs)):
         using.zero_grad()
-        _loss(trained, hvd.rank(), 3).backward()
+        make_loss(trained, hvd.rank(), 3).backward()
     assert _bits(p.grad for p in model.parameters() if p.grad is not None) == _bits(
         p.grad for p in plain.parameters() if p.grad is not None
     )
@@ -307,13 +291,13 @@ def test_passes_before_a_step_and_no_sync() -> None:
     for trained, using in ((model, ours), (plain, theirs)):
         using.zero_grad()
         for step in range(4):
-            _loss(trained, hvd.rank(), step).backward()
+            make_loss(trained, hvd.rank(), step).backward()
         using.step()
         using.set_backward_passes_per_step(1)
         using.zero_grad()
         with using.no_sync():
-            _loss(trained, hvd.rank(), 8).backward()
-        _loss(trained, hvd.rank(), 9).backward()
+            make_loss(trained, hvd.rank(), 8).backward()
+        make_loss(trained, hvd.rank(), 9).backward()
         using.synchronize()
         with using.skip_synchronize():
             using.step()
@@ -329,7 +313,7 @@ def test_a_closure_in_both_orders_of_calls(order: str) -> None:
 
         def closure(trained: Any = trained, using: Any = using) -> torch.Tensor:
             using.zero_grad()
-            loss = _loss(trained, hvd.rank(), 4)
+            loss = make_loss(trained, hvd.rank(), 4)
             loss.backward()
             return loss
 
@@ -351,7 +335,7 @@ def test_hooks_of_users_and_schedulers_are_outside_the_window() -> None:
         using.register_step_pre_hook(note)
         using.register_step_post_hook(note)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(using, 0.5)
-        _train(trained, using, range(3, 5))
+        take_steps(trained, using, range(3, 5))
         scheduler.step()
     assert seen[0] == seen[1] and len(seen[0]) == 8
     _go_on(model, ours, plain, theirs)
@@ -359,9 +343,9 @@ def test_hooks_of_users_and_schedulers_are_outside_the_window() -> None:
 
 @on("ranks")
 def test_a_graph_that_is_kept_over_a_step_is_refused_as_in_torch() -> None:
-    model = _model()
+    model = make_model()
     optimizer = _sharded(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    loss = _loss(model, hvd.rank(), 0)
+    loss = make_loss(model, hvd.rank(), 0)
     loss.backward(retain_graph=True)
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -377,9 +361,9 @@ def test_groups_that_come_later() -> None:
         first = [p for name, p in trained.named_parameters() if not name.startswith("first")]
         inner = torch.optim.Adam(first, lr=0.01)
         using = hvd.DistributedOptimizer(inner, trained, sharding="optimizer" if trained is model else None)
-        _train(trained, using, range(2))
+        take_steps(trained, using, range(2))
         using.add_param_group({"params": list(trained.first.parameters()), "lr": 0.02})
-        _train(trained, using, range(2, 5))
+        take_steps(trained, using, range(2, 5))
     _assert_same(model, plain)
 
 
@@ -397,12 +381,12 @@ def test_two_optimizers_and_a_newer_one() -> None:
         for step in range(3):
             for using in pair:
                 using.zero_grad()
-            _loss(trained, hvd.rank(), step).backward()
+            make_loss(trained, hvd.rank(), step).backward()
             for using in pair:
                 using.step()
         del pair, using
         again = hvd.DistributedOptimizer(torch.optim.SGD(trained.parameters(), lr=0.1), trained, sharding=sharding)
-        _train(trained, again, range(3, 6))
+        take_steps(trained, again, range(3, 6))
     _assert_same(model, plain)
 
 
@@ -412,16 +396,16 @@ def test_a_plain_optimizer_beside_it_and_copies() -> None:
     for trained, using in ((model, ours), (plain, theirs)):
         beside = torch.optim.SGD(trained.parameters(), lr=0.01)
         using.zero_grad()
-        _loss(trained, hvd.rank(), 3).backward()
+        make_loss(trained, hvd.rank(), 3).backward()
         beside.step()
         using.step()
     _assert_same(model, plain)
     twin, its = copy.deepcopy((model, ours))
     average = torch.optim.swa_utils.AveragedModel(model)
     before = _bits(average.module.parameters())
-    _train(model, ours, range(3, 5))
+    take_steps(model, ours, range(3, 5))
     assert _bits(average.module.parameters()) == before
-    _train(twin, its, range(3, 5))
+    take_steps(twin, its, range(3, 5))
     _assert_same(twin, model)
 
 
@@ -461,7 +445,7 @@ def test_two_hosts_step_all_of_it_each_and_compare() -> None:
     _go_on(model, ours, plain, theirs, range(8, 10))
     for step in range(10, 16):  # the 16th of this job is compared
         ours.zero_grad()
-        _loss(model, hvd.rank(), step).backward()
+        make_loss(model, hvd.rank(), step).backward()
         if step == 13 and hvd.rank() >= 2:
             model.scale.grad.mul_(2)
         if len(ours._sharded_step._placement.placed) and ours._sharded_step._window.step == 15:
@@ -479,7 +463,7 @@ def test_hosts_of_other_sizes_and_with_other_processors() -> None:
         placement.arithmetic = lambda: ("2.0", "AVX512", "of another kind")  # type: ignore[assignment]
     model = Model()
     again = _sharded(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    _loss(model, hvd.rank(), 0).backward()
+    make_loss(model, hvd.rank(), 0).backward()
     with pytest.raises(
         UnsupportedError, match=r"each of which steps all parameters: torch .* at rank 0, 2\.0 at rank 2"
     ):
@@ -515,7 +499,7 @@ def test_state_of_a_plain_optimizer_loads_and_the_other_way_round(at: int) -> No
     saved = copy.deepcopy((model.state_dict(), before.state_dict()))
     sharded = Model()
     optimizer = _sharded(sharded, torch.optim.Adam(sharded.parameters(), lr=0.01))
-    _train(sharded, optimizer, range(at))
+    take_steps(sharded, optimizer, range(at))
     sharded.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     for using, trained in ((before, model), (optimizer, sharded)):
@@ -535,7 +519,7 @@ def test_an_elastic_state_commits_and_restores() -> None:
     states = [hvd.elastic.TorchState(model=m, optimizer=o) for m, o in ((model, ours), (plain, theirs))]
     for trained, using, state in ((model, ours, states[0]), (plain, theirs, states[1])):
         state.save()
-        _train(trained, using, range(2, 4))
+        take_steps(trained, using, range(2, 4))
         state.restore()
     _assert_same(model, plain)
     _go_on(model, ours, plain, theirs)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from descriptors import open_descriptors
 from rank_pool import RankPool, on, on_own
-from small_model import make_loss, make_model
+from small_model import bits_of, make_loss, make_model, take_steps
 
 import horo.torch as hvd
 from horo.errors import AbortedError, PeerLostError, UsageError
@@ -55,17 +55,6 @@ def _made(sharding: str | None = "optimizer") -> tuple[torch.nn.Module, Any]:
     model = make_model()
     inner = Interrupted(model.parameters(), lr=0.1, momentum=0.9)
     return model, hvd.DistributedOptimizer(inner, model, sharding=sharding)
-
-
-def _train(model: torch.nn.Module, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        make_loss(model, hvd.rank(), step).backward()
-        optimizer.step()
-
-
-def _bits(model: torch.nn.Module) -> list[Any]:
-    return [parameter.flatten().tolist() for parameter in model.parameters()]
 
 
 def _calls(owner: Any, name: str, function: Callable[..., Any]) -> None:
@@ -109,17 +98,17 @@ def _lose(moment: str, victim: int) -> Any:
     steps, act, *_ = MOMENTS[moment]
     model, optimizer = _made()
     plain, its = _made(None)
-    _train(plain, its, range(steps))
-    before = _bits(plain)
-    _train(plain, its, range(steps, steps + 1))
-    _train(model, optimizer, range(steps))
+    take_steps(plain, its, range(steps))
+    before = bits_of(plain)
+    take_steps(plain, its, range(steps, steps + 1))
+    take_steps(model, optimizer, range(steps))
     hvd.barrier()
     if hvd.rank() == victim:
         act(optimizer)
     with pytest.raises(PeerLostError) as caught:
-        _train(model, optimizer, range(steps, steps + 1))
-    found = _bits(model)
-    what = "before" if found == before else "after" if found == _bits(plain) else "torn"
+        take_steps(model, optimizer, range(steps, steps + 1))
+    found = bits_of(model)
+    what = "before" if found == before else "after" if found == bits_of(plain) else "torn"
     is_torn = False
     try:
         saved = optimizer.state_dict()
@@ -133,7 +122,7 @@ def _lose(moment: str, victim: int) -> Any:
     else:
         assert len(saved["state"]) == (4 if steps else 0)
     hvd.shutdown()
-    assert _bits(model) == found
+    assert bits_of(model) == found
     return what, is_torn, str(caught.value)
 
 
@@ -177,12 +166,12 @@ def test_the_others_wait_for_an_owner_that_is_stopped_in_the_window(when: str) -
     def check(when: str) -> None:
         model, optimizer = _made()
         plain, its = _made(None)
-        _train(model, optimizer, range(STEPS))
+        take_steps(model, optimizer, range(STEPS))
         if hvd.rank() == 1:
             setattr(optimizer, when, _stop)
-        _train(model, optimizer, range(STEPS, STEPS + 1))
-        _train(plain, its, range(STEPS + 1))
-        assert _bits(model) == _bits(plain)
+        take_steps(model, optimizer, range(STEPS, STEPS + 1))
+        take_steps(plain, its, range(STEPS + 1))
+        assert bits_of(model) == bits_of(plain)
 
     with RankPool(2) as pool:
         thread = _continue(pool, 1)
@@ -193,14 +182,14 @@ def test_the_others_wait_for_an_owner_that_is_stopped_in_the_window(when: str) -
 def test_no_view_changes_behind_the_error_while_an_owner_is_stopped() -> None:
     def check() -> Any:
         model, optimizer = _made()
-        _train(model, optimizer, range(STEPS))
+        take_steps(model, optimizer, range(STEPS))
         if hvd.rank() == 1:
             optimizer.before = _stop
         if hvd.rank() == 2:
             optimizer.after = _kill
         with pytest.raises(PeerLostError):
-            _train(model, optimizer, range(STEPS, STEPS + 1))
-        return _bits(model), optimizer._sharded_step._placement.window.settle()
+            take_steps(model, optimizer, range(STEPS, STEPS + 1))
+        return bits_of(model), optimizer._sharded_step._placement.window.settle()
 
     with RankPool(3) as pool:
         thread = _continue(pool, 1)
@@ -216,7 +205,7 @@ def test_a_step_that_raises_on_one_rank_is_an_error_on_all(error: type[BaseExcep
     model, optimizer = _made()
     plain, its = _made(None)
     for trained, using in ((model, optimizer), (plain, its)):
-        _train(trained, using, range(STEPS))
+        take_steps(trained, using, range(STEPS))
 
     def fail() -> None:
         raise error("of this rank")
@@ -243,8 +232,8 @@ def test_a_step_that_raises_on_one_rank_is_an_error_on_all(error: type[BaseExcep
     model.load_state_dict(copy.deepcopy(plain.state_dict()))
     optimizer.load_state_dict(copy.deepcopy(its.state_dict()))
     for trained, using in ((model, optimizer), (plain, its)):
-        _train(trained, using, range(3, 6))
-    assert _bits(model) == _bits(plain)
+        take_steps(trained, using, range(3, 6))
+    assert bits_of(model) == bits_of(plain)
 
 
 @on("ranks")
@@ -261,7 +250,7 @@ def test_a_hook_of_a_user_that_raises_outside_the_window_leaves_all_as_it_was() 
                     using.step()
                 handle.remove()
             using.step()
-    assert _bits(model) == _bits(plain)
+    assert bits_of(model) == bits_of(plain)
 
 
 @on_own(4, init=False)
@@ -273,8 +262,8 @@ def test_jobs_one_after_the_other_and_what_is_left_of_them() -> None:
     for number in range(3):
         hvd.init()
         for trained, using in ((model, optimizer), (plain, its)):
-            _train(trained, using, range(3 * number, 3 * number + 3))
-        assert _bits(model) == _bits(plain)
+            take_steps(trained, using, range(3 * number, 3 * number + 3))
+        assert bits_of(model) == bits_of(plain)
         assert str(optimizer.state_dict()) == str(its.state_dict())
         if number == 2:
             break

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import on, on_own
-from small_model import make_loss, make_model, needs_cpu_scaler
+from small_model import bits_of, make_loss, make_model, needs_cpu_scaler, take_steps
 
 import horo.torch as hvd
 from horo.errors import UnsupportedError, UsageError
@@ -21,17 +21,6 @@ from horo.torch.optimizer.shared_gradients import COUNTS_IN_HOOKS
 def _made(kind: Any = torch.optim.SGD, sharding: str | None = "optimizer", **options: Any) -> tuple[Any, Any]:
     model = make_model()
     return model, hvd.DistributedOptimizer(kind(model.parameters(), lr=0.1), model, sharding=sharding, **options)
-
-
-def _train(model: torch.nn.Module, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        make_loss(model, hvd.rank(), step).backward()
-        optimizer.step()
-
-
-def _bits(model: torch.nn.Module) -> list[Any]:
-    return [parameter.flatten().tolist() for parameter in model.parameters()]
 
 
 class Coupled(torch.optim.Optimizer):
@@ -105,7 +94,7 @@ def test_what_cannot_be_sharded_is_refused_where_it_is_made(case: str) -> None:
     with pytest.raises(UsageError, match=said):
         _made(kind, **options)
     model, optimizer = _made(Alone)  # is one of a user, and can be
-    _train(model, optimizer, range(1))
+    take_steps(model, optimizer, range(1))
 
 
 @on("ranks2")
@@ -173,7 +162,7 @@ def test_state_that_ranks_cannot_share_and_a_closure_evaluated_twice() -> None:
 def test_plain_state_is_told() -> None:
     model, optimizer = _made(Alone)
     for step in range(3):
-        _train(model, optimizer, range(step, step + 1))
+        take_steps(model, optimizer, range(step, step + 1))
         assert [entries["steps"] for entries in optimizer.state_dict()["state"].values()] == [step + 1] * 4
 
 
@@ -183,7 +172,7 @@ def test_join_is_refused_while_there_is_one() -> None:
     said = rf"^join: rank {hvd.rank()} owns parameters of a DistributedOptimizer\(sharding=\.\.\.\), and a rank"
     with pytest.raises(UsageError, match=said):
         hvd.join()
-    _train(model, optimizer, range(2))
+    take_steps(model, optimizer, range(2))
     with pytest.raises(UsageError, match=said):
         hvd.join()
     del model, optimizer
@@ -200,7 +189,7 @@ def test_a_step_of_one_rank_alone_is_refused_and_a_pickle() -> None:
     with pytest.raises(UsageError, match="cannot be pickled"):
         copy.copy(optimizer)
     optimizer.zero_grad()
-    _train(model, optimizer, range(1))
+    take_steps(model, optimizer, range(1))
 
 
 # -- changes of one rank ---------------------------------------------------------------------------------------------
@@ -209,10 +198,10 @@ def test_a_step_of_one_rank_alone_is_refused_and_a_pickle() -> None:
 @on("ranks2")
 def test_a_change_on_one_rank_names_parameter_and_rank_and_can_be_taken_back() -> None:
     model, optimizer = _made()
-    _train(model, optimizer, range(3))
+    take_steps(model, optimizer, range(3))
     optimizer.zero_grad()
     make_loss(model, hvd.rank(), 5).backward()
-    before = _bits(model)
+    before = bits_of(model)
     if hvd.rank() == 1:
         with torch.no_grad():
             model[2].bias.add_(1)
@@ -223,18 +212,18 @@ def test_a_change_on_one_rank_names_parameter_and_rank_and_can_be_taken_back() -
             optimizer.step()
     hvd.barrier()
     if hvd.rank() == 1:
-        assert before != _bits(model)
+        assert before != bits_of(model)
         with torch.no_grad():
             model[2].bias.sub_(1).copy_(torch.tensor(before[3], dtype=torch.float64))
     optimizer.step()
-    told = hvd.allgather_object(_bits(model))
+    told = hvd.allgather_object(bits_of(model))
     assert told[0] == told[1] != before
 
 
 @on("ranks2")
 def test_different_changes_name_all_ranks() -> None:
     model, optimizer = _made()
-    _train(model, optimizer, range(1))
+    take_steps(model, optimizer, range(1))
     with torch.no_grad():
         model[0].weight.add_(hvd.rank() + 1)
     make_loss(model, hvd.rank()).backward()
@@ -249,7 +238,7 @@ def test_rank_0_evaluates_other_parameters_while_rank_1_is_in_forward() -> None:
     model, optimizer = _made()
     plain, its = _made(sharding=None)
     for trained, using in ((model, optimizer), (plain, its)):
-        _train(trained, using, range(2))
+        take_steps(trained, using, range(2))
     inputs = torch.ones(4, dtype=torch.float64)
     wanted = model(inputs).tolist()
     hvd.barrier()
@@ -267,22 +256,22 @@ def test_rank_0_evaluates_other_parameters_while_rank_1_is_in_forward() -> None:
         assert model(inputs).tolist() == wanted
         hvd.barrier()
     for trained, using in ((model, optimizer), (plain, its)):
-        _train(trained, using, range(2, 4))
-    assert _bits(model) == _bits(plain)
+        take_steps(trained, using, range(2, 4))
+    assert bits_of(model) == bits_of(plain)
 
 
 @on("ranks2")
 def test_values_stay_those_of_the_step_before_until_all_ranks_step() -> None:
     model, optimizer = _made()
-    _train(model, optimizer, range(2))
+    take_steps(model, optimizer, range(2))
     optimizer.zero_grad()
     make_loss(model, hvd.rank(), 2).backward()
-    before = _bits(model)
+    before = bits_of(model)
     if hvd.rank() == 0:
         for _ in range(2000):
-            assert _bits(model) == before
+            assert bits_of(model) == before
     optimizer.step()
-    assert _bits(model) != before
+    assert bits_of(model) != before
 
 
 @on("ranks2")
@@ -290,19 +279,19 @@ def test_a_forked_child_writes_its_own() -> None:
     model, optimizer = _made()
     plain, its = _made(sharding=None)
     for trained, using in ((model, optimizer), (plain, its)):
-        _train(trained, using, range(2))
-    before = _bits(model)
+        take_steps(trained, using, range(2))
+    before = bits_of(model)
     child = os.fork()
     if child == 0:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
-        os._exit(0 if all(not any(map(any, [values])) for values in _bits(model)) else 1)
+        os._exit(0 if all(not any(map(any, [values])) for values in bits_of(model)) else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert _bits(model) == before
+    assert bits_of(model) == before
     for trained, using in ((model, optimizer), (plain, its)):
-        _train(trained, using, range(2, 4))
-    assert _bits(model) == _bits(plain)
+        take_steps(trained, using, range(2, 4))
+    assert bits_of(model) == bits_of(plain)
 
 
 @on("ranks2")
@@ -310,12 +299,12 @@ def test_a_parameter_that_has_left_on_one_rank() -> None:
     model, optimizer = _made()
     plain, its = _made(sharding=None)
     for trained, using in ((model, optimizer), (plain, its)):
-        _train(trained, using, range(2))
+        take_steps(trained, using, range(2))
     if hvd.rank() == 1:
         model[0].bias.data = model[0].bias.data.clone()  # has the same values, and comes back
     for trained, using in ((model, optimizer), (plain, its)):
-        _train(trained, using, range(2, 4))
-    assert _bits(model) == _bits(plain)
+        take_steps(trained, using, range(2, 4))
+    assert bits_of(model) == bits_of(plain)
     if hvd.rank() == 1:
         model[0].bias.data = model[0].bias.data + 1
     make_loss(model, hvd.rank()).backward()
@@ -362,14 +351,14 @@ def test_memory_that_is_locked_is_refused() -> None:
 def test_memory_that_is_locked_later_is_refused() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     model, optimizer = _made()
-    _train(model, optimizer, range(1))
+    take_steps(model, optimizer, range(1))
     if libc.mlockall(1) != 0:  # MCL_CURRENT
         pytest.skip("mlockall is not allowed here")
     try:
         with pytest.raises(
             UnsupportedError, match=r"^sharding=: this process locks its memory \(mlockall\), which mak"
         ):
-            _train(model, optimizer, range(1, 2))
+            take_steps(model, optimizer, range(1, 2))
     finally:
         libc.munlockall()
 
@@ -389,11 +378,11 @@ def test_an_older_kernel_and_none_that_tells() -> None:
         plain, its = _made(sharding=None)
         for step in range(3):
             for trained, using in ((model, optimizer), (plain, its)):
-                _train(trained, using, range(step, step + 1))
+                take_steps(trained, using, range(step, step + 1))
                 with torch.no_grad():
                     for parameter in trained.parameters():
                         parameter.mul_(0.9)
-        assert _bits(model) == _bits(plain)
+        assert bits_of(model) == bits_of(plain)
         pages._open_pagemap = lambda: (_ for _ in ()).throw(pages._no_pagemap("not here"))
         model, optimizer = _made()
         make_loss(model, hvd.rank()).backward()
@@ -420,7 +409,7 @@ def test_a_gradient_scaler() -> None:
             scaler.step(optimizer)
             scaler.update()
         models.append(model)
-    assert _bits(models[0]) == _bits(models[1])
+    assert bits_of(models[0]) == bits_of(models[1])
 
 
 @pytest.mark.parametrize("ranks", [4])
@@ -432,8 +421,8 @@ def test_members_of_a_process_set_and_a_size_of_one(ranks: int) -> None:
             model, optimizer = _made(process_set=process_set)
             plain, its = _made(sharding=None, process_set=process_set)
             for trained, using in ((model, optimizer), (plain, its)):
-                _train(trained, using, range(3))
-            assert _bits(model) == _bits(plain)
+                take_steps(trained, using, range(3))
+            assert bits_of(model) == bits_of(plain)
     hvd.remove_process_set(two)
     hvd.remove_process_set(one)
 

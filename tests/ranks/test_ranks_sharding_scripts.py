@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import on, on_own
-from small_model import make_batch
+from small_model import make_batch, make_model, take_steps
 
 import horo.torch as hvd
 from horo.errors import ResourceError, UsageError
@@ -76,8 +76,7 @@ class _LookingAhead(torch.optim.Adam):
 
 
 def _model() -> torch.nn.Module:
-    torch.manual_seed(3)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3)).double()
+    model = make_model()
     model.register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
     return model
 
@@ -89,13 +88,6 @@ def _pair(kind: Any, **options: Any) -> list[tuple[Any, Any]]:
         (model, hvd.DistributedOptimizer(kind(model.parameters(), **options), model, sharding=sharding))
         for model, sharding in zip(models, ("optimizer", None), strict=True)
     ]
-
-
-def _train(model: Any, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        model(make_batch(hvd.rank(), step)).square().mean().backward()
-        optimizer.step()
 
 
 def _assert_same(pair: list[tuple[Any, Any]]) -> None:
@@ -115,7 +107,7 @@ def test_an_optimizer_that_writes_all_parameters_in_its_step(kind: Any) -> None:
     pair = _pair(kind, lr=0.05)
     for step in range(5):
         for model, optimizer in pair:
-            _train(model, optimizer, range(step, step + 1))
+            take_steps(model, optimizer, range(step, step + 1))
         bits = [[parameter.flatten().tolist() for parameter in model.parameters()] for model, _ in pair]
         assert bits[0] == bits[1]
     _assert_same(pair)
@@ -127,9 +119,9 @@ def test_state_that_is_cleared_comes_back_in_the_same_order() -> None:
     for model, optimizer in pair:
         model.register_parameter("empty", torch.nn.Parameter(torch.empty(0, 3)))
         optimizer.add_param_group({"params": [model.empty]})
-        _train(model, optimizer, range(2))
+        take_steps(model, optimizer, range(2))
         optimizer.state.clear()
-        _train(model, optimizer, range(2, 4))
+        take_steps(model, optimizer, range(2, 4))
     _assert_same(pair)
     own, their = (list(optimizer.state_dict()["state"]) for _, optimizer in pair)
     assert own == their
@@ -139,13 +131,13 @@ def test_state_that_is_cleared_comes_back_in_the_same_order() -> None:
 def test_a_parameter_that_a_script_replaces() -> None:
     pair = _pair(torch.optim.Adam, lr=0.01)
     for model, optimizer in pair:
-        _train(model, optimizer, range(2))
+        take_steps(model, optimizer, range(2))
         old, new = model[0].weight, torch.nn.Parameter(torch.full((6, 4), 0.1, dtype=torch.float64))
         group = optimizer.param_groups[0]
         group["params"] = [new if parameter is old else parameter for parameter in group["params"]]
         model[0].weight = new
         del optimizer.state[old]
-        _train(model, optimizer, range(2, 5))
+        take_steps(model, optimizer, range(2, 5))
     _assert_same(pair)
 
 
@@ -153,7 +145,7 @@ def test_a_parameter_that_a_script_replaces() -> None:
 def test_a_rank_without_memory_for_more_parameters_and_another_try() -> None:
     pair = _pair(torch.optim.SGD, lr=0.1, momentum=0.9)
     for model, optimizer in pair:
-        _train(model, optimizer, range(1))
+        take_steps(model, optimizer, range(1))
         model.register_parameter("more", torch.nn.Parameter(torch.ones(3)))
         optimizer.add_param_group({"params": [model.more]})
     pages = memory.Pages
@@ -187,7 +179,7 @@ def test_a_rank_without_memory_for_state_leaves_no_half_of_it() -> None:
 
     memory.Pages = fail  # type: ignore[assignment,misc]
     with pytest.raises(ResourceError, match="no memory"):
-        _train(model, optimizer, range(1))
+        take_steps(model, optimizer, range(1))
     with pytest.raises(UsageError, match=r"parameters may be of two steps, since .*no memory"):
         optimizer.state_dict()
 
@@ -207,7 +199,7 @@ def _in_child(act: Callable[[], Any]) -> int:
 @on_own(2)
 def test_a_forked_child_that_writes_state_writes_its_own() -> None:
     model, optimizer = _pair(torch.optim.Adam)[0]
-    _train(model, optimizer, range(2))
+    take_steps(model, optimizer, range(2))
     before = copy.deepcopy(optimizer.state_dict()["state"])
 
     def clear() -> None:
