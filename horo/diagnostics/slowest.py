@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import median
 
-__all__ = ["Slowest", "slowest_of"]
+__all__ = ["BEHIND_MIN", "Slowest", "slowest_of"]
 
-_BEHIND_MIN = 0.05
+BEHIND_MIN = 0.05
 """Of a step, by which that rank was behind."""
 _SAMPLES_MIN = 10
 _CHANCE_MAX = 1.5
@@ -57,6 +57,6 @@ def slowest_of(samples: Mapping[int, Sequence[tuple[int, int, int]]], step_s: fl
     behind_s, loading_s = (median(column) / 1e6 for column in zip(*last[index], strict=True))
     share, chance = len(last[index]) / len(common), 1 / len(by_step)
     is_chance = share < (1 + chance) / 2 or (share - chance) * sqrt(len(common)) < _CHANCE_MAX
-    if is_chance or behind_s < _BEHIND_MIN * step_s:
+    if is_chance or behind_s < BEHIND_MIN * step_s:
         return None
     return Slowest(list(samples)[index], share, behind_s, min(behind_s, max(0.0, loading_s)))

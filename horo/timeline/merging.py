@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from horo.diagnostics.slowest import BEHIND_MIN
 from horo.own_file import open_own_file
 from horo.timeline.clocks import Alignment, align
 from horo.timeline.reading import Timeline, TimelineError, ranks_of, read_merged, read_timeline
@@ -20,8 +21,6 @@ __all__ = ["merge", "together"]
 
 _ARROW_MIN_US = 1000.0
 _NAMED_MAX = 3
-_ARROW_MIN = 0.05
-"""Of a step, for which a rank has waited; as the card names a rank."""
 
 
 def merge(out: str, paths: Sequence[str]) -> list[str]:
@@ -169,7 +168,7 @@ def _timed(timeline: Timeline, alignment: Alignment, begin_us: float) -> Iterato
 def _arrows(heads: Sequence[dict[str, Any]], timed: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """From the submission of the last rank to the end of the wait of each rank that was blocked for it."""
     course = steps_of(ranks_of([*heads, *timed], _about(heads), ""))
-    least_us = 1e6 * _ARROW_MIN * course.step_s or _ARROW_MIN_US
+    least_us = 1e6 * BEHIND_MIN * course.step_s or _ARROW_MIN_US
     waits = [(rank, each) for rank, own in course.waits.items() for each in own if rank != each.last_rank]
     for number, (rank, wait) in enumerate(waits, 1):
         is_ahead = wait.awaited.begun_us < wait.last.submitted_us  # the clocks are known less well than that
