@@ -146,7 +146,7 @@ def _continue(pool: RankPool, rank: int, at_stop: Callable[[], None] = lambda: N
     started = threading.Event()
 
     def watch() -> None:
-        deadline = time.monotonic() + 50
+        deadline = time.monotonic() + 120  # as long as ranks may take to start and to stop
         while time.monotonic() < deadline:
             processes = list(pool.processes)
             if len(processes) == pool.size and (pid := processes[rank].pid):
