@@ -269,7 +269,7 @@ def test_a_step_that_raises_on_one_rank_is_an_error_on_all(error: type[BaseExcep
 
 @pytest.mark.parametrize("where", ["entry", "exit"])
 def test_ctrl_c_while_a_rank_meets_the_others(where: str, tmp_path: Path) -> None:
-    def check(flag: Path) -> None:
+    def check(flag: Path, written: Path) -> None:
         model, optimizer = _made()
         plain, its = _made(None)
         for trained, using in ((model, optimizer), (plain, its)):
@@ -277,15 +277,21 @@ def test_ctrl_c_while_a_rank_meets_the_others(where: str, tmp_path: Path) -> Non
         optimizer.zero_grad()
         make_loss(model, hvd.rank(), STEPS).backward()
 
-        def wait() -> None:
+        def wait(file: Path) -> None:
             deadline = time.monotonic() + 50
-            while not flag.exists() and time.monotonic() < deadline:
+            while not file.exists() and time.monotonic() < deadline:
                 time.sleep(0.01)
 
         if hvd.rank() == 1:
             met: list[str] = []
+            looks: list[bool] = []
             _calls(Meeting, "meet", lambda what, *_: met.append(what))
-            interrupt(optimizer.step, KeyboardInterrupt, lambda: where in met)
+
+            def is_waiting() -> bool:
+                looks.append(where in met)
+                return sum(looks) > 1  # at the first look it may be on its way
+
+            interrupt(optimizer.step, KeyboardInterrupt, is_waiting)
             flag.touch()
             why = "KeyboardInterrupt ended a step of this rank while it met the others"
             with pytest.raises(UsageError, match=rf"^optimizer.state_dict\(\): parameters may be of two st.* {why};"):
@@ -293,14 +299,17 @@ def test_ctrl_c_while_a_rank_meets_the_others(where: str, tmp_path: Path) -> Non
             optimizer.load_state_dict(copy.deepcopy(its.state_dict()))
             with pytest.raises(UsageError, match=rf"^optimizer.step\(\): {why}, who are in another step now; call hvd"):
                 optimizer.step()
+            wait(written)  # the others have done their part: now this rank leaves them
         elif where == "exit":
-            optimizer.after = wait
+            optimizer.after = lambda: wait(flag)
             optimizer.step()
-            optimizer.after = None
+            written.touch()
         else:
-            wait()
+            wait(flag)
+            optimizer.after = written.touch
             with pytest.raises(AbortedError, match=r"rank 1 .* 2 of 4 parameters may be half stepped; load"):
                 optimizer.step()
+        optimizer.after = None
         hvd.shutdown()
         hvd.init()
         model.load_state_dict(copy.deepcopy(plain.state_dict()))
@@ -310,7 +319,7 @@ def test_ctrl_c_while_a_rank_meets_the_others(where: str, tmp_path: Path) -> Non
         assert bits_of(model) == bits_of(plain)
 
     with RankPool(2) as pool:
-        pool.run(check, tmp_path / "interrupted")
+        pool.run(check, tmp_path / "interrupted", tmp_path / "written")
 
 
 @on("ranks")
