@@ -54,6 +54,36 @@ def test_the_memory_of_each_call_is_used_and_no_other() -> None:
     assert len({tensor.data_ptr() for tensor in [tensors[0], *outputs]}) == 4
 
 
+REPEATED: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "allreduce_": lambda x, _: hvd.allreduce_(x, name="cut"),
+    "allreduce_async_": lambda x, _: hvd.synchronize(hvd.allreduce_async_(x, name="cut")),
+    "allreduce": lambda x, _: hvd.allreduce(x, name="cut"),
+    "grouped_allreduce_": lambda x, y: hvd.grouped_allreduce_([x, y], name="cut"),
+    "broadcast": lambda x, y: hvd.broadcast(x, 0, name="cut", out=y),
+    "reducescatter": lambda x, y: hvd.reducescatter(x, name="cut", out=y),
+    "allgather": lambda x, y: hvd.allgather(x, name="cut", out=y),
+    "alltoall": lambda x, y: hvd.alltoall(x, name="cut", out=y),
+}
+
+
+@on("ranks")
+@pytest.mark.parametrize("kind", REPEATED)
+def test_a_tensor_whose_storage_was_cut_between_two_calls_is_refused(kind: str) -> None:
+    """The memory behind it is another's: as many calls before it as make any of them quick."""
+    call = REPEATED[kind]
+    counts = [3 * hvd.size(), 3 * hvd.size()]
+    if kind in {"allgather", "reducescatter"}:
+        counts[kind == "reducescatter"] = 3
+    for cut in range(1 if kind.startswith("allreduce") else 2):
+        tensors = [torch.ones(2, count)[1] for count in counts]  # at the end of their storages
+        for _ in range(4):
+            call(*tensors)
+        tensors[cut].untyped_storage().resize_(8 * counts[cut] - 4)
+        with pytest.raises(hvd.UnsupportedError, match="bytes, and its storage has"):
+            call(*tensors)
+        hvd.barrier()
+
+
 @on("ranks")
 def test_gathered_results_have_the_rows_of_each_call() -> None:
     """The third call alike offers memory for a result as large as before; others may give other rows by then."""

@@ -15,7 +15,15 @@ import torch
 from horo.core import context
 from horo.torch.compat.torch_private import is_transformed
 from horo.torch.engine.devices import current_stream
-from horo.torch.engine.operation import GATHERING, Operation, StagedTensors, make_outputs, pack, stage
+from horo.torch.engine.operation import (
+    GATHERING,
+    Operation,
+    StagedTensors,
+    has_all_memory,
+    make_outputs,
+    pack,
+    stage,
+)
 
 __all__ = ["CachedRequest", "RequestCache", "address_of", "taken_name"]
 
@@ -45,6 +53,7 @@ def address_of(tensor: torch.Tensor, shape: torch.Size | None, dtype: torch.dtyp
             and not tensor.requires_grad
             and tensor.is_contiguous()
             and not tensor.is_neg()
+            and has_all_memory(tensor)
         ):
             return tensor.data_ptr()
     except RuntimeError:  # a nested tensor has no shape, one of torch.func no address
