@@ -1,4 +1,4 @@
-"""Builds the cffi binding of the native core: one abi3 extension, linked with libc and nothing else."""
+"""Builds the cffi binding of the native core, and the module of calls: one abi3 extension, linked with libc alone."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ffibuilder.cdef("\n".join(declarations(header.read_text(encoding="utf-8")) for h
 ffibuilder.set_source(
     "horo._native",
     "\n".join(f'#include "{header.name}"' for header in HEADERS),
-    sources=sources(),
+    sources=[*sources(), "native/python/calls.c"],
     depends=headers(),
     include_dirs=["native/include", "native/src"],
     extra_compile_args=[*COMPILE_FLAGS, *HARDENING_FLAGS],

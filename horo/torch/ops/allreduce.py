@@ -101,7 +101,7 @@ def allreduce(
         mean = hvd.allreduce(x)  # on 2 ranks [0.5, 0.5]
     """
     key = _cache_key("allreduce", average, op, prescale_factor, postscale_factor, name, process_set, compression)
-    again = repeat(key, tensor, in_place=False)
+    again = repeat(key, tensor, False, None)
     if again is not None:
         return again
     spec = _spec("allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
@@ -140,7 +140,7 @@ def allreduce_(
         hvd.allreduce_(x, op=hvd.Sum)  # on 2 ranks x is [1., 1.] now
     """
     key = _cache_key("allreduce_", average, op, prescale_factor, postscale_factor, name, process_set)
-    again = repeat(key, tensor, in_place=True)
+    again = repeat(key, tensor, True, None)
     if again is not None:
         return again
     spec = _spec("allreduce", average, name, op, prescale_factor, postscale_factor, process_set)

@@ -55,7 +55,7 @@ def broadcast(
         y = hvd.broadcast(x, root_rank=0)  # on all ranks [0, 0]
     """
     key = ("broadcast", name, root_rank, process_set) if type(root_rank) is int else None  # True is equal to 1
-    again = repeat(key, tensor, in_place=False, out=out)
+    again = repeat(key, tensor, False, out)
     if again is not None:
         return again
     team = resolve_process_set(process_set, "broadcast")
@@ -88,7 +88,7 @@ def broadcast_(
         hvd.broadcast_(x, root_rank=0)  # now x is [0, 0] on all ranks
     """
     key = ("broadcast_", name, root_rank, process_set) if type(root_rank) is int else None  # True is equal to 1
-    again = repeat(key, tensor, in_place=True)
+    again = repeat(key, tensor, True, None)
     if again is not None:
         return again
     team = resolve_process_set(process_set, "broadcast")

@@ -72,7 +72,7 @@ def reducescatter(
     is_plain = type(prescale_factor) is float and type(postscale_factor) is float
     if is_plain and (op is None or type(op) is ReduceOp):
         key = "reducescatter", name, compression, op, process_set, prescale_factor, postscale_factor
-    again = repeat(key, tensor, in_place=False, out=out)
+    again = repeat(key, tensor, False, out)
     if again is not None:
         return again
     spec = _spec("reducescatter", name, op, process_set, prescale_factor, postscale_factor)
