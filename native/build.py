@@ -10,6 +10,9 @@ from cffi import FFI
 ROOT = Path(__file__).resolve().parent.parent
 HEADERS = [ROOT / "native" / "include" / name for name in ("horo.h", "horo_gpu.h", "horo_log.h", "horo_pairs.h")]
 
+CALLS = ["native/python/calls.c", "native/python/slot.c"]
+"""The module ``horo._calls``, which needs Python's headers."""
+
 COMPILE_FLAGS = [
     "-std=gnu11",
     "-D_GNU_SOURCE",
@@ -51,7 +54,7 @@ ffibuilder.cdef("\n".join(declarations(header.read_text(encoding="utf-8")) for h
 ffibuilder.set_source(
     "horo._native",
     "\n".join(f'#include "{header.name}"' for header in HEADERS),
-    sources=[*sources(), "native/python/calls.c"],
+    sources=[*sources(), *CALLS],
     depends=headers(),
     include_dirs=["native/include", "native/src"],
     extra_compile_args=[*COMPILE_FLAGS, *HARDENING_FLAGS],

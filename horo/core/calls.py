@@ -1,4 +1,4 @@
-"""The module ``horo._calls`` (native/python/calls.c), which lies in the extension of the core: calls of one crossing."""
+"""The module ``horo._calls``, of native/python, which lies in the extension of the core: calls of one crossing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         """The part in C of a ``CachedRequest``: its request, and what the tensors of the next call must look like."""
 
         key: Hashable
-        """That of ``RequestCache``. Items of a tuple are compared by type as well: ``True`` is equal to ``Sum``."""
+        """Its key in ``Caller.kept``. ``repeat`` compares types of a tuple's items, too: ``True`` equals ``Sum``."""
         is_taken: bool
         """A call uses it."""
         is_ready: bool

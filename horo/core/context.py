@@ -136,7 +136,7 @@ class Context(Pairs, Buckets):
             self.go_on(buffer)
 
     def go_on(self, buffer: RequestBuffer) -> None:
-        """Does the rest of ``run`` where ``horo_run`` has returned another status than HORO_OK."""
+        """The rest of ``run`` where ``horo_run`` has returned another status than HORO_OK."""
         if buffer.last_handle[0] == 0:
             self._submit_again(buffer)
         if buffer.offers:
@@ -144,11 +144,6 @@ class Context(Pairs, Buckets):
         else:
             self.finish(buffer.last_handle[0])
             buffer.last_handle[0] = 0
-
-    @property
-    def address(self) -> int:
-        """Where the native context is."""
-        return int(ffi.cast("uintptr_t", self._context))
 
     def _submit_again(self, buffer: RequestBuffer) -> None:
         """Submits a refused request again with a buffer for the message; the other members get the refusal."""

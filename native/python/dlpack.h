@@ -1,4 +1,4 @@
-/* dlpack.h: what horo reads of DLPack's table of functions, by which torch shows a tensor to C without a call of Python. */
+/* dlpack.h: the part of DLPack's table of functions that horo reads: torch shows tensors to C without Python. */
 #ifndef HORO_PYTHON_DLPACK_H
 #define HORO_PYTHON_DLPACK_H
 

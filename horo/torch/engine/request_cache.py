@@ -122,7 +122,7 @@ class CachedRequest(Slot):
         self.bind(*self.buffer.places(), spec.name is None)
         self.weight = _REQUEST_WEIGHT + tensor_count
         self.wire_name = ""
-        """That of the last call, if each has one of its own."""
+        """Its name, or that of its last call."""
         self.taken_name: str | None = None
         """Key of its name in ``Runtime.taken_names``; None for an automatic name."""
         if spec.name is not None:

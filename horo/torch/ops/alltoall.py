@@ -61,7 +61,7 @@ def alltoall(
         mine, counts = hvd.alltoall(rows, splits=[2] * hvd.size())  # on 2 ranks [0, 0, 1, 1] and [2, 2]
     """
     key = "alltoall", name, process_set, out is not None
-    again = repeat(key, tensor, False, out) if splits is None else None
+    again: torch.Tensor | None = repeat(key, tensor, False, out) if splits is None else None
     if again is not None:
         return again
     sent, spec = _call(tensor, splits, name, process_set)
