@@ -144,8 +144,8 @@ style: build ## ruff: rules and format
 types: build ## mypy, strict
 	@$(PY) -m mypy --no-error-summary -p horo
 	@MYPYPATH=native $(PY) -m mypy --no-error-summary setup.py native/build.py native/parallel.py
-	@$(PY) -m mypy --no-error-summary --allow-untyped-calls examples/*.py tests/typed_use.py
-	@MYPYPATH=benchmarks:tests $(PY) -m mypy --no-error-summary --allow-untyped-calls $(BENCHMARKS)
+	@$(PY) -m mypy --no-error-summary examples/*.py tests/typed_use.py
+	@MYPYPATH=benchmarks:tests $(PY) -m mypy --no-error-summary $(BENCHMARKS)
 
 .PHONY: lint
 lint: style types ## style and types

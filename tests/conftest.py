@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # What tests start imports torch at two thirds of the price: startup/sitecustomize.py says how.
 _STARTUP = str(Path(__file__).with_name("startup"))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_STARTUP, os.environ.get("PYTHONPATH")]))
+# Else thousands of processes compile horo again, and each worker all tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # What a program prints behind its last flush must not depend on the machine that runs the tests.
 os.environ.pop("PYTHONUNBUFFERED", None)
 hypothesis.settings.register_profile("horo", deadline=None)  # machines that do other things too make single calls slow
