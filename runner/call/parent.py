@@ -261,6 +261,7 @@ def _serve(job: Job, secret: bytes) -> StoreServer:
 
 def _run_hororun(words: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
     """Runs hororun to its end; returns its exit code, and its own messages."""
+    from horo.runner.call.notebook import viewer  # noqa: PLC0415
     from horo.runner.processes import spawn  # noqa: PLC0415
 
     # In a session of its own: Ctrl-C comes to this process alone, as in a notebook, and is passed on.
@@ -271,6 +272,7 @@ def _run_hororun(words: Sequence[str], environment: Mapping[str, str]) -> tuple[
     pumps = [
         threading.Thread(target=_pump, args=(process.stdout, sys.stdout, None), daemon=True),
         threading.Thread(target=_pump, args=(process.stderr, sys.stderr, report), daemon=True),
+        *viewer(process, environment),
     ]
     for pump in pumps:
         pump.start()

@@ -21,7 +21,7 @@ from horo.runner.job.output import redraw_possible
 from horo.runner.stdout import show
 from horo.runner.text import printable
 
-__all__ = ["attach"]
+__all__ = ["attach", "course_of"]
 
 _CONNECT_S = 5
 _TIME = struct.Struct("@ll")
@@ -51,10 +51,26 @@ def attach(pid: int, *, stacks: bool) -> int:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:
-        with _connect(pid) as connection:
-            return _show_stacks(connection) if stacks else _show_line(connection, pid)
+        if stacks:
+            with _connect(pid) as connection:
+                return _show_stacks(connection)
+        return _show_line(pid)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def course_of(pid: int) -> Iterator[str]:
+    """The line of ``--live``, as often as it is drawn, until the job is over; empty: there is none yet.
+
+    Args:
+        pid: of the hororun.
+
+    Raises:
+        JobError: it is not there, or another user's.
+    """
+    with _connect(pid) as connection:
+        for lines in _lines(connection, WATCH):
+            yield lines[-1].removeprefix(ATTACH_LINE.decode())
 
 
 def _connect(pid: int) -> socket.socket:
@@ -129,11 +145,10 @@ def _show_stacks(connection: socket.socket) -> int:
     return 0
 
 
-def _show_line(connection: socket.socket, pid: int) -> int:
+def _show_line(pid: int) -> int:
     is_terminal, shown_s = redraw_possible(1), float("-inf")
     try:
-        for lines in _lines(connection, WATCH):
-            text = lines[-1].removeprefix(ATTACH_LINE.decode())
+        for text in course_of(pid):
             if text and is_terminal:
                 show(f"{_ERASE}{_NO_WRAP}{text}{_WRAP}", end="")
             elif text and time.monotonic() - shown_s >= _PLAIN_EVERY_S:

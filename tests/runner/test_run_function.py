@@ -3,10 +3,11 @@
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -16,6 +17,7 @@ from jobs import DEADLINE_S, TORCH_S, Hororun, make_remote_shell, run_python, wa
 import horo
 from horo.bootstrap.store.protocol import StoreTimeoutError
 from horo.errors import GroupError, HoroError, UnsupportedError, UsageError
+from horo.runner.call.notebook import viewer
 from horo.runner.call.parent import check_outcomes
 from horo.runner.call.pickling import Pickler, dumps
 from horo.runner.call.values import Outcome, get, put
@@ -314,6 +316,20 @@ except ValueError as error:
     print("caught:", error)
     print(str(error.__cause__).splitlines()[0][:10])
 """,
+    """
+def count():
+    import os, time
+    from horo.diagnostics.page import Page
+    page = Page(os.environ["HORO_COUNTS_FD"])
+    page.begin(size=1, cores=1, ranks_here=1, via="shared memory")
+    for step in range(1, 8):
+        page.step_begins(step)
+        page.step_ends(step, step - 1, 100_000_000 * (step - 1), 0, 0, 0, 0, 0, 0)
+    while not os.path.exists("seen"):
+        time.sleep(0.01)
+
+horo.run(count, np=1)
+""",
 ]
 
 
@@ -324,6 +340,20 @@ def outputs(notebook: Any, index: int) -> str:
     return "".join(each.get("text") or each.data["text/plain"] for each in cell.outputs)
 
 
+@pytest.mark.parametrize("kernel", [None, object()])
+@pytest.mark.parametrize("live", ["0", "1"])
+def test_no_line_is_shown_where_there_is_no_notebook_or_it_is_turned_off(
+    monkeypatch: pytest.MonkeyPatch, kernel: object, live: str
+) -> None:
+    shell = SimpleNamespace(kernel=kernel)
+    fake = SimpleNamespace(get_ipython=lambda: shell, display=SimpleNamespace(display=print))
+    with subprocess.Popen(["true"]) as process:
+        monkeypatch.delitem(sys.modules, "IPython", raising=False)
+        assert not [*viewer(process, {"HORO_LIVE": live})]
+        monkeypatch.setitem(sys.modules, "IPython", fake)  # type: ignore[arg-type]
+        assert len([*viewer(process, {"HORO_LIVE": live})]) == (kernel is not None and live == "1")
+
+
 def test_a_notebook_calls_functions_of_its_cells_in_ranks(tmp_path: Path) -> None:
     why = "no Jupyter here: `pip install nbclient ipykernel`"
     nbclient, nbformat, *_ = (
@@ -331,11 +361,17 @@ def test_a_notebook_calls_functions_of_its_cells_in_ranks(tmp_path: Path) -> Non
     )
     made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code) for code in CELLS])
     environment = {"JUPYTER_PLATFORM_DIRS": "1", "IPYTHONDIR": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path)}
-    client = nbclient.NotebookClient(
-        made, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
-    )
+
+    class Client(nbclient.NotebookClient):  # type: ignore[misc, name-defined]
+        def process_message(self, message: dict[str, Any], *where: Any) -> Any:
+            if message["msg_type"] == "display_data":
+                (tmp_path / "seen").touch()
+            return super().process_message(message, *where)
+
+    client = Client(made, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}})
     done = client.execute(env={**os.environ, **environment})
     *printed, value = outputs(done, 1).splitlines()
     assert (sorted(printed), value) == (["[0] rank 0 of 2", "[1] rank 1 of 2"], "[10.0, 13.0]")
     said = outputs(done, 2)
     assert "caught: no batch of 3\nin rank 0 " in said
+    assert outputs(done, 3).startswith("over; last: step 7 | 10 steps/s | ")

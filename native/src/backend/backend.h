@@ -63,7 +63,6 @@ struct hr_backend_ops {
     /* As in struct hr_task, for the work begun last. */
     int (*progress)(struct hr_backend *backend);
     void (*cancel)(struct hr_backend *backend);
-    int (*is_ending)(const struct hr_backend *backend); /* NULL: never */
     void (*destroy)(struct hr_backend *backend);
 };
 

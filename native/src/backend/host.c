@@ -429,11 +429,6 @@ static void host_cancel(struct hr_backend *backend) {
     end_parts(host);
 }
 
-static int host_is_ending(const struct hr_backend *backend) {
-    const struct host_backend *host = (const struct host_backend *)backend;
-    return host->task == NULL || (host->task->is_ending != NULL && host->task->is_ending(host->task));
-}
-
 static void host_destroy(struct hr_backend *backend) {
     struct host_backend *host = (struct host_backend *)backend;
     if (host != NULL) {
@@ -452,7 +447,6 @@ static const struct hr_backend_ops host_ops = {
     .show_ahead = host_show_ahead,
     .progress = host_progress,
     .cancel = host_cancel,
-    .is_ending = host_is_ending,
     .destroy = host_destroy,
 };
 

@@ -220,11 +220,6 @@ static void cancel(struct hr_task *task) {
     hr_adasum_free(self);
 }
 
-static int is_ending(const struct hr_task *task) {
-    const struct hr_adasum *self = (const struct hr_adasum *)task;
-    return self->stage == HR_ADASUM_GATHER && self->inner != NULL && self->inner->is_ending(self->inner);
-}
-
 void hr_adasum_free(struct hr_adasum *self) {
     hr_node_bury(self->team->node, self->memory, free);
     self->memory = NULL;
@@ -235,7 +230,7 @@ hr_status hr_adasum_begin(struct hr_adasum *self, struct hr_team *team, const st
     const struct hr_codec *codec = fused->codec;
     const size_t size = (size_t)team->size;
     *self = (struct hr_adasum){
-        .task = {.progress = progress, .cancel = cancel, .is_ending = is_ending},
+        .task = {.progress = progress, .cancel = cancel},
         .team = team,
         .fused = *fused,
         .prescale = prescale,

@@ -327,13 +327,9 @@ static int progress(struct hr_task *task) {
     return HORO_ERR_INTERNAL;
 }
 
-static int is_ending(const struct hr_task *task) {
-    return ((const struct hr_direct *)task)->stage == STAGE_END;
-}
-
 void hr_direct_begin(struct hr_direct *run, struct hr_team *team, const struct hr_move *move) {
     *run = (struct hr_direct){
-        .task = {.progress = progress, .is_ending = is_ending},
+        .task = {.progress = progress},
         .team = team,
         .move = *move,
         .parity = (unsigned)(team->segment & 1),

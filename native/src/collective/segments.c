@@ -193,15 +193,8 @@ static void cancel(struct hr_task *task) {
     }
 }
 
-static int is_ending(const struct hr_task *task) {
-    const struct hr_segments *segments = (const struct hr_segments *)task;
-    return segments->begun == segments->count &&
-           (segments->count == 0 ||
-            hr_cross_all_posted(&segments->cross[(segments->count - 1) % HR_SEGMENTS_TRAVELLING_MAX]));
-}
-
 void hr_segments_begin(struct hr_segments *segments, size_t count) {
-    segments->task = (struct hr_task){.progress = progress, .cancel = cancel, .is_ending = is_ending};
+    segments->task = (struct hr_task){.progress = progress, .cancel = cancel};
     segments->count = count;
     segments->first = segments->team->segment;
     segments->team->segment += count;

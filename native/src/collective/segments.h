@@ -37,8 +37,6 @@ struct hr_task {
      * NULL: it posts nothing.
      */
     void (*cancel)(struct hr_task *task);
-    /* Whether all that this rank sends has been posted, so that only the end is waited for. NULL: it has not. */
-    int (*is_ending)(const struct hr_task *task);
 };
 
 enum { HR_SEGMENTS_TRAVELLING_MAX = 2 };

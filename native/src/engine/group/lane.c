@@ -269,12 +269,7 @@ static int lead(struct hr_lane *lane) {
         }
         hr_round_close(&lane->round);
     }
-    /* of the record whose batch has posted all that it sends to other hosts; 0: there is none */
-    const struct hr_executor *executor = &lane->executor;
-    const int ends_batch = lane->team->host_count > 1 && executor->state == HR_EXECUTION_RUNNING &&
-                           executor->backend->ops->is_ending != NULL &&
-                           executor->backend->ops->is_ending(executor->backend);
-    const int agreed = hr_leader_agree(leader, executor->place, ends_batch ? executor->record_bytes : 0);
+    const int agreed = hr_leader_agree(leader, lane->executor.place);
     HR_TRY(agreed);
     if (leader->batch_due_ns != HR_NEVER) {
         hr_part_expect(&lane->part, leader->batch_due_ns);

@@ -170,16 +170,14 @@ int hr_leader_collect(struct hr_leader *leader) {
 /* ---- What goes out ---- */
 
 /* The log is the clock: the next batch is formed when the last one has run, of what became ready meanwhile. */
-static int may_form_batch(struct hr_leader *leader, uint64_t place, uint64_t ending) {
+static int may_form_batch(struct hr_leader *leader, uint64_t place) {
     leader->batch_due_ns = HR_NEVER;
     if (!leader->is_root || leader->log_closed || !hr_agree_is_ready(&leader->agree)) {
         return 0;
     }
     /* by me */
     const uint64_t written = atomic_load_explicit(&leader->team->partition.header->log.written, memory_order_relaxed);
-    const uint64_t left = written + leader->round->rounds - place;
-    /* between hosts a record takes a while to get down: the next one is on its way while this batch sends the last */
-    if (hr_buffer_size(&leader->log_out) > 0 || (left != 0 && left != ending)) {
+    if (hr_buffer_size(&leader->log_out) > 0 || written + leader->round->rounds != place) {
         return 0;
     }
     if (leader->cycle_ns == 0) {
@@ -230,7 +228,7 @@ static int write_records(struct hr_leader *leader, struct hr_buffer *records) {
     return HR_MOVED;
 }
 
-static int form_batches(struct hr_leader *leader, uint64_t place, uint64_t ending) {
+static int form_batches(struct hr_leader *leader, uint64_t place) {
     if (hr_buffer_size(&leader->at_once) > 0 && !leader->log_closed) {
         return write_records(leader, &leader->at_once);
     }
@@ -240,7 +238,7 @@ static int form_batches(struct hr_leader *leader, uint64_t place, uint64_t endin
         hr_leader_close_log(leader);
         return write_records(leader, &leader->leave_record);
     }
-    if (!may_form_batch(leader, place, ending)) {
+    if (!may_form_batch(leader, place)) {
         return HR_STILL;
     }
     if (leader->is_tuning_due) {
@@ -293,12 +291,12 @@ static int flush_log(struct hr_leader *leader) {
 
 /* ---- The step ---- */
 
-int hr_leader_agree(struct hr_leader *leader, uint64_t place, uint64_t ending) {
+int hr_leader_agree(struct hr_leader *leader, uint64_t place) {
     HR_TRY(collect_own(leader)); /* the request of a round that has been closed */
     const int had_news = leader->has_news;
     const int reported = hr_leader_report(leader);
     HR_TRY(reported);
-    const int formed = form_batches(leader, place, ending);
+    const int formed = form_batches(leader, place);
     HR_TRY(formed);
     const int flushed = flush_log(leader);
     HR_TRY(flushed);

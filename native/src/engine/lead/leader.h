@@ -96,10 +96,9 @@ int hr_leader_collect(struct hr_leader *leader);
 int hr_leader_is_idle(const struct hr_leader *leader);
 /*
  * Agrees on what has been announced, forms batches, writes the log and sends at once. This rank is at this place of the
- * order of the team; `ending` are the bytes of the record whose batch has sent all that it sends, 0 without one. The
- * round on the host is closed, unless the leader is idle. HR_STILL, HR_MOVED or a status.
+ * order of the team. The round on the host is closed, unless the leader is idle. HR_STILL, HR_MOVED or a status.
  */
-int hr_leader_agree(struct hr_leader *leader, uint64_t place, uint64_t ending);
+int hr_leader_agree(struct hr_leader *leader, uint64_t place);
 
 /* ---- For those above ---- */
 
