@@ -5,8 +5,7 @@ objects that all stay, and those at the end of the interpreter, which visit all 
 thousands of such processes. What comes behind ``import torch`` is searched as ever.
 
 The first optimizer of a process imports torch._dynamo, which takes longer than all of torch, for two functions that do
-nothing unless something is compiled. It is loaded as soon as anything else of it is wanted. So is a quarter of torch:
-torch._meta_registrations, which tells what has no data of its shapes, and all that it imports.
+nothing unless something is compiled. It is loaded as soon as anything else of it is wanted.
 """
 
 import contextlib
@@ -27,22 +26,19 @@ class _Finder:
         if name.startswith("torch._dynamo.") and name in sys.modules and target is None:
             # Who imports it has asked for the path of torch._dynamo, which has loaded all of it meanwhile.
             return ModuleSpec(name, _Loaded(sys.modules[name]))
-        if name == "torch._decomp" and _is_later(_META):
-            _load(sys.modules[_META])  # which has imported it
-            return ModuleSpec(name, _Loaded(sys.modules[name]))
-        if name not in ("torch", _DYNAMO, _META):
+        if name not in ("torch", "torch._dynamo"):
             return None
         found = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
         spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
             _run_without_searches(spec.loader, freeze=name == "torch")
-            if name != "torch":
+            if name == "torch._dynamo":
                 spec.loader = _LaterLoader(spec.loader)
         return spec
 
 
 class _Later(ModuleType):
-    """A module until something looks into it; torch._dynamo: until something is compiled."""
+    """torch._dynamo, until something is compiled or looks into it."""
 
     def __getattribute__(self, name: str) -> Any:
         # What looks through all modules, as inspect does, does not look into it.
@@ -62,20 +58,13 @@ class _Later(ModuleType):
         return fn
 
 
-_DYNAMO, _META = "torch._dynamo", "torch._meta_registrations"
 _lock = threading.RLock()
 _called_directly: list[Any] = []
 
 
-def _is_later(name: str) -> bool:
-    return type(sys.modules.get(name)) is _Later
-
-
 def _load(module: Any) -> None:
     with _lock:
-        if type(module) is _Later:
-            if module.__name__ == _DYNAMO and _is_later(_META):
-                _load(sys.modules[_META])
+        if object.__getattribute__(module, "__class__") is _Later:
             module.__class__ = ModuleType
             for function in _called_directly:
                 with contextlib.suppress(AttributeError):
@@ -95,7 +84,7 @@ class _Loaded:
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        vars(module)["__spec__"] = self._spec  # some modules refuse to have an attribute set
+        module.__spec__ = self._spec
 
 
 class _LaterLoader:
