@@ -61,7 +61,12 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: Config, items: list[Item]) -> None:
-    """Of tests with many cases some run; `HORO_ALL_CASES=1`, `-k` and the name of a test take all."""
+    """Of tests with many cases some run; `HORO_ALL_CASES=1`, `-k` and the name of a test take all.
+
+    Tests that may take minutes start first, else the last worker has one alone.
+    """
+    longest = {item: mark.args[0] for item in items if (mark := item.get_closest_marker("timeout")) is not None}
+    items.sort(key=lambda item: longest.get(item, 0) <= 300)
     if os.environ.get("HORO_ALL_CASES") == "1" or config.option.keyword or any("::" in each for each in config.args):
         return
     of_test: dict[str, list[Function]] = {}
