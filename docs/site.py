@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TOP = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 FOLDERS = ("docs", "benchmarks", "examples")
+STYLE = "docs/site.css"
 
 
 def documents() -> list[Path]:
@@ -32,6 +33,8 @@ def linked(document: Path) -> list[Path]:
 
 def main(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
+    (folder / "docs").mkdir(parents=True)
+    shutil.copyfile(ROOT / STYLE, folder / STYLE)
     for document in documents():
         for path in (document, *linked(document)):
             place = folder / path.relative_to(ROOT)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from descriptors import open_descriptors
+from interrupts import interrupt
 from rank_pool import RankPool, on, on_own
 from small_model import bits_of, make_loss, make_model, take_steps
 
@@ -145,7 +146,7 @@ def _continue(pool: RankPool, rank: int, at_stop: Callable[[], None] = lambda: N
     started = threading.Event()
 
     def watch() -> None:
-        deadline = time.monotonic() + 50
+        deadline = time.monotonic() + 120  # as long as ranks may take to start and to stop
         while time.monotonic() < deadline:
             processes = list(pool.processes)
             if len(processes) == pool.size and (pid := processes[rank].pid):
@@ -234,6 +235,52 @@ def test_a_step_that_raises_on_one_rank_is_an_error_on_all(error: type[BaseExcep
     for trained, using in ((model, optimizer), (plain, its)):
         take_steps(trained, using, range(3, 6))
     assert bits_of(model) == bits_of(plain)
+
+
+@pytest.mark.parametrize("where", ["entry", "exit"])
+def test_ctrl_c_while_a_rank_meets_the_others(where: str, tmp_path: Path) -> None:
+    def check(flag: Path) -> None:
+        model, optimizer = _made()
+        plain, its = _made(None)
+        for trained, using in ((model, optimizer), (plain, its)):
+            take_steps(trained, using, range(STEPS))
+        optimizer.zero_grad()
+        make_loss(model, hvd.rank(), STEPS).backward()
+
+        def wait() -> None:
+            deadline = time.monotonic() + 50
+            while not flag.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+        if hvd.rank() == 1:
+            met: list[str] = []
+            _calls(Meeting, "meet", lambda what, *_: met.append(what))
+            interrupt(optimizer.step, KeyboardInterrupt, lambda: where in met)
+            flag.touch()
+            why = "KeyboardInterrupt ended a step of this rank while it met the others"
+            with pytest.raises(UsageError, match=rf"^optimizer.state_dict\(\): parameters may be of two st.* {why};"):
+                optimizer.state_dict()
+            optimizer.load_state_dict(copy.deepcopy(its.state_dict()))
+            with pytest.raises(UsageError, match=rf"^optimizer.step\(\): {why}, who are in another step now; call hvd"):
+                optimizer.step()
+        elif where == "exit":
+            optimizer.after = wait
+            optimizer.step()
+            optimizer.after = None
+        else:
+            wait()
+            with pytest.raises(AbortedError, match=r"rank 1 .* 2 of 4 parameters may be half stepped; load"):
+                optimizer.step()
+        hvd.shutdown()
+        hvd.init()
+        model.load_state_dict(copy.deepcopy(plain.state_dict()))
+        optimizer.load_state_dict(copy.deepcopy(its.state_dict()))
+        for trained, using in ((model, optimizer), (plain, its)):
+            take_steps(trained, using, range(3, 6))
+        assert bits_of(model) == bits_of(plain)
+
+    with RankPool(2) as pool:
+        pool.run(check, tmp_path / "interrupted")
 
 
 @on("ranks")

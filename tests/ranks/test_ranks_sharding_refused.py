@@ -58,6 +58,42 @@ class Alone(torch.optim.Optimizer):
                     parameter.sub_(self.param_groups[0]["lr"] / entries["steps"] * parameter.grad)
 
 
+class Estimating(Coupled):
+    """Takes longer steps while the gradients of all parameters keep their direction."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        found = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        kept = [self.state[p].get("before", torch.zeros_like(p)) for p in found]
+        norms = [sum(each.square().sum() for each in part) ** 0.5 for part in (kept, [p.grad for p in found])]
+        cosine = sum((one * p.grad).sum() for one, p in zip(kept, found, strict=True)) / (norms[0] * norms[1] + 1e-9)
+        for parameter in found:
+            parameter.sub_(self.param_groups[0]["lr"] * (1 + max(0, cosine - 0.4)) * parameter.grad)
+            self.state[parameter]["before"] = parameter.grad.clone()
+
+
+class Keeping(torch.optim.Optimizer):
+    """Has its momentum in an attribute of its own, where the momentum is not 0."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1, momentum: float = 0.0) -> None:
+        super().__init__(parameters, {"lr": lr, "momentum": momentum})
+        self.buffers: dict[Any, Any] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    kept = group["momentum"] * self.buffers.get(parameter, 0) + parameter.grad
+                    parameter.sub_(group["lr"] * kept)
+                    self.buffers[parameter] = kept
+
+
+def _two_groups(parameters: Any, lr: float) -> Any:
+    first, *others = parameters
+    return Keeping([{"params": [first]}, {"params": others, "momentum": 0.9}], lr)
+
+
 class Named(Alone):
     """Cannot be made from its defaults."""
 
@@ -82,6 +118,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "adasum": (torch.optim.SGD, {"op": hvd.Adasum}, "sharding= is not for op=Adasum"),
     "lbfgs": (_lbfgs, {}, r"LBFGS.step\(\) evaluates its closure several times and looks at all gradients together"),
     "coupled": (Coupled, {}, "Coupled steps one by the gradients of others as well"),
+    "estimating": (Estimating, {}, "Estimating steps one by the gradients of others as well"),
+    "attributes": (_two_groups, {}, r"all state of a parameter in optimizer\.state; Keeping keeps some elsewhere"),
     "values": (Exchanging, {}, r"Exchanging exchanges the values of parameters in train\(\) and eval\(\)"),
     "not made": (lambda p, lr: Named(p, "x", lr), {}, r"whether Named steps each parameter by itself, as .* TypeError"),
 }

@@ -141,6 +141,20 @@ def test_a_parameter_that_a_script_replaces() -> None:
     _assert_same(pair)
 
 
+@on("ranks2")
+def test_a_model_that_is_shared_with_other_processes_before_each_step_takes_no_more_memory() -> None:
+    pair = _pair(torch.optim.Adam, lr=0.01)
+    sizes = set()
+    for step in range(5):
+        for model, optimizer in pair:
+            take_steps(model, optimizer, range(step, step + 1))
+            if step != 3 or hvd.rank() == 1:
+                model.share_memory()
+        sizes.add(os.fstat(pair[0][1]._sharded_step._placement.memory.descriptor).st_size)
+    _assert_same(pair)
+    assert len(sizes) == 1
+
+
 @on_own(2)
 def test_a_rank_without_memory_for_more_parameters_and_another_try() -> None:
     pair = _pair(torch.optim.SGD, lr=0.1, momentum=0.9)

@@ -34,8 +34,14 @@ class Block(NamedTuple):
     """Memory for a storage: one rank of the host writes it."""
 
     owner: int
+    pages: Pages
+    offset: int
     view: torch.UntypedStorage
     alias: torch.UntypedStorage
+
+    def renewed(self) -> Block:
+        """The same memory, with another view: ``share_memory_()`` takes a storage away with all tensors in it."""
+        return self._replace(view=self.pages.storage(self.offset, self.alias.nbytes(), alias=False))
 
     def tensor(self, like: torch.Tensor, offset: int = 0, *, alias: bool = False) -> torch.Tensor:
         """A tensor in it with the dtype, shape and strides of ``like``; ``offset`` in elements."""
@@ -110,8 +116,9 @@ class HostMemory:
             raise ResourceError(f"shared memory of {end} bytes cannot be had: {error.strerror}") from error
         pages = Pages(self.descriptor, self._size, size)
         self._size = end
+        both = (False, True)
         blocks = [
-            Block(want.owner, *(pages.storage(offset, want.size, alias=alias) for alias in (False, True)))
+            Block(want.owner, pages, offset, *(pages.storage(offset, want.size, alias=alias) for alias in both))
             for want, offset in zip(wants, offsets, strict=True)
         ]
         return pages, blocks

@@ -63,7 +63,7 @@ class ParameterPlacement:
         self.placed: dict[ParameterState, Placed] = {}
         self.window: Window | None = None
         """None until the memory is there."""
-        self._parts: list[tuple[Pages, list[Placed]]] = []
+        self._parts: list[Pages] = []
         self._loads = [0] * len(meeting.host_ranks)
         self._is_warned = False
 
@@ -80,6 +80,7 @@ class ParameterPlacement:
     def keep_only(self, states: Iterable[ParameterState]) -> None:
         """Forgets the parameters that the optimizer has no longer."""
         self.placed = {state: self.placed[state] for state in states if state in self.placed}
+        self._drop_parts()
 
     # -- writes of the step ------------------------------------------------------------------------------------------
 
@@ -92,7 +93,7 @@ class ParameterPlacement:
 
     def show(self) -> None:
         """Called when all owners have written: their writes count, not those of this rank's step into its views."""
-        for pages, _ in self._parts:
+        for pages in self._parts:
             for start, end in list(pages.written()):
                 pages.drop(start, end)
         for there in self.placed.values():
@@ -103,7 +104,7 @@ class ParameterPlacement:
 
     def is_written(self) -> bool:
         """Whether this rank has written into its view of a parameter."""
-        return any(next(pages.written(), None) is not None for pages, _ in self._parts)
+        return any(next(pages.written(), None) is not None for pages in self._parts)
 
     def merge(self, steps: int) -> None:
         """Gives owners what all ranks have written alike, and drops the private copies. All ranks call it.
@@ -115,12 +116,11 @@ class ParameterPlacement:
             UsageError: Ranks have written different things.
             GroupError: A rank is lost or has shut down.
         """
-        written = [(pages, list(pages.written()), placed) for pages, placed in self._parts]
+        written = {pages: ranges for pages in self._parts if (ranges := list(pages.written()))}
         changed = {
             item.state.name: item
-            for _, ranges, placed in written
-            if ranges
-            for item in placed
+            for item in self.placed.values()
+            if item.block.pages in written
             if item.state.parameter.data_ptr() == item.address and not _equal_bytes(item.view, item.alias)
         }
         told = self._meeting.gather("written", {name: _checksum(item.view) for name, item in changed.items()})
@@ -132,7 +132,7 @@ class ParameterPlacement:
             for item in changed.values():
                 if item.block.owner == self._meeting.index:
                     item.alias.copy_(item.view)
-        for pages, ranges, _ in written:
+        for pages, ranges in written.items():
             for start, end in ranges:
                 pages.drop(start, end)
 
@@ -191,12 +191,18 @@ class ParameterPlacement:
         for state, placed in new.items():
             state.parameter.data = placed.view
         self.placed.update(new)
+        self._drop_parts()
+
+    def _drop_parts(self) -> None:
+        """Forgets memory that no parameter is in any more."""
+        used = {there.block.pages for there in self.placed.values()}
+        self._parts = [pages for pages in self._parts if pages in used]
 
     def _copied(
         self, states: Sequence[ParameterState], described: dict[str, _Description]
     ) -> dict[ParameterState, Placed]:
         """The new places of the parameters, with the values of those that this rank owns."""
-        new = {state: self.placed[state] for state in states if self._fits(state, described[state.name])}
+        new = self._returned(states, described)
         others = [state for state in states if state not in new]
         if others:
             new.update(self._laid_out(others, described))
@@ -206,12 +212,22 @@ class ParameterPlacement:
                     placed.alias.copy_(state.parameter.detach())
         return new
 
-    def _fits(self, state: ParameterState, described: _Description) -> bool:
-        """Whether a parameter that has left its place may come back to it."""
-        there = self.placed.get(state)
-        if there is None or there.view.data_ptr() != there.address:  # share_memory_() takes a storage with it
-            return False
-        return _likeness(there.view) == described.likeness
+    def _returned(
+        self, states: Sequence[ParameterState], described: dict[str, _Description]
+    ) -> dict[ParameterState, Placed]:
+        """The places of the parameters that have left theirs and fit there; ranks find the same ones."""
+        renewed: dict[int, Block] = {}
+        new = {}
+        for state in states:
+            there = self.placed.get(state)
+            if there is None or _likeness(there.alias) != described[state.name].likeness:
+                continue
+            block, alias = there.block, there.alias
+            if there.view.data_ptr() != there.address:
+                block = renewed.setdefault(id(block), block.renewed())
+                there = there._replace(block=block, view=block.tensor(alias, int(alias.storage_offset())))
+            new[state] = there
+        return new
 
     def _laid_out(
         self, states: Sequence[ParameterState], described: dict[str, _Description]
@@ -237,7 +253,7 @@ class ParameterPlacement:
             block, like = block_of[number], state.parameter.detach()
             view, alias = (block.tensor(like, offset, alias=is_alias) for is_alias in (False, True))
             new[state] = Placed(state, block, view, alias, view.data_ptr())
-        self._parts.append((pages, list(new.values())))
+        self._parts.append(pages)
         return new
 
     def _describe(self, states: Sequence[ParameterState]) -> dict[str, _Description]:

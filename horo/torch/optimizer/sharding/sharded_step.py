@@ -92,8 +92,12 @@ class _ShardedStep:
         """The gradients of parameters of others."""
         self._writing: list[Placed] = []
         """The parameters that this rank steps."""
+        self._is_meeting = False
+        """Whether this rank is in a step, but not in the window."""
         self._torn = ""
         """The reason that parameters may be of two steps, until a state is loaded."""
+        self._out = ""
+        """The reason that this rank is in another step than the others, until the job ends."""
         runtime = _runtime.find()
         if runtime is not None:
             runtime.sharded.add(self)
@@ -114,14 +118,15 @@ class _ShardedStep:
         self._depth += 1
         if self._depth > 1:
             return None
-        if self._torn:
-            raise UsageError(f"optimizer.step(): {self._torn}")
         if self._reducer.steps_alone:
             raise UsageError(
                 "optimizer.step() inside skip_synchronize() and no_sync(): with sharding=, a step of this rank alone "
                 "would change the parameters of all; leave sharding out"
             )
-        if not self._follow(optimizer):
+        is_shared = self._follow(optimizer)
+        if why := self._out or self._torn:
+            raise UsageError(f"optimizer.step(): {why}")
+        if not is_shared:
             return None
         closure = closure_of(args, kwargs)
         if closure is None:
@@ -143,6 +148,7 @@ class _ShardedStep:
         others = [parameter for parameter, _ in self._hidden]
         if self._may_write_all:
             placement.take_reassigned(self._writing)
+        self._is_meeting = True
         self._give_back()
         is_new = state.keep(optimizer, placement.placed)
         if not is_new:
@@ -152,8 +158,6 @@ class _ShardedStep:
             if is_new_anywhere and not failed:
                 state.place(optimizer, placement.placed)
         except _LOSSES as error:
-            if is_new:
-                self._window.fail()  # others lack this rank's state
             raise self._lost(error) from error
         except (ResourceError, UnsupportedError) as error:
             self._tear(str(error))
@@ -169,13 +173,17 @@ class _ShardedStep:
         state.show(optimizer, self._states_before)
         if meeting.is_on_hosts and is_compared(self._window.step):
             placement.compare_hosts(self._window.step)
+        self._is_meeting = False
 
     def end_broken(self) -> None:
         """Called when ``step()`` has raised: all is as outside the window, and the other ranks learn of it."""
         self._depth = 0
+        error = sys.exc_info()[1]
+        was_meeting, self._is_meeting = self._is_meeting, False
+        if was_meeting and not isinstance(error, HoroError):
+            self._fall_out(error)
         if not self._is_open:
             return
-        error = sys.exc_info()[1]
         self._give_back()
         self._window.fail()
         meeting, _, _ = self._parts()
@@ -186,12 +194,16 @@ class _ShardedStep:
             meeting.gather("failure", text)
         except HoroError:
             return  # the error of the step is the one that counts
+        except BaseException as interrupt:
+            self._fall_out(interrupt)
+            raise
 
     def _open(self) -> None:
         """Meets the other ranks, and hides the gradients of their parameters."""
+        self._is_meeting = True
         self._enter()
         self._window.open()
-        self._is_open = True
+        self._is_open, self._is_meeting = True, False
         meeting, placement, _ = self._parts()
         optimizer = self._optimizer()
         self._states_before = 0 if optimizer is None else len(optimizer.state)
@@ -277,6 +289,14 @@ class _ShardedStep:
             "goes on"
         )
 
+    def _fall_out(self, error: BaseException | None) -> None:
+        """Called when a signal handler has ended a step of this rank, whose part in the meeting goes on without it."""
+        if self._placement is not None and self._placement.window is not None:
+            self._placement.window.leave()
+        why = f"{type(error).__name__} ended a step of this rank while it met the others"
+        self._tear(why)
+        self._out = f"{why}, who are in another step now; call hvd.shutdown() and hvd.init(), and load a state"
+
     def _raise_of_other(self, meeting: Meeting) -> None:
         told = meeting.gather("failure", "")
         rank, text = next((rank, text) for rank, text in told.items() if text)
@@ -307,6 +327,7 @@ class _ShardedStep:
         if self._state is not None and optimizer is not None:
             self._state.leave(optimizer)
         self._meeting = self._placement = self._state = self._states = None
+        self._is_meeting, self._out = False, ""
 
     def _parts(self) -> tuple[Meeting, ParameterPlacement, StatePlacement]:
         assert self._meeting is not None and self._placement is not None and self._state is not None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +13,11 @@ from horo.errors import UnsupportedError, UsageError
 
 __all__ = ["check_sharding", "is_of_torch"]
 
-_PROBE_STEPS = 3
+_PROBE_SCALES = (1.0,) * 8 + (100.0,) * 2
+"""Sizes of gradients, one a step: gradients of one direction, by which some estimate a step size for all parameters,
+then large ones, which others clip together."""
 _PROBE_SHAPES = ((3, 4), (4,), (2, 5), (6,))
+_NO_OPTIONS = ("params", "param_names")
 
 
 def check_sharding(optimizer: torch.optim.Optimizer, sharding: Any, op: int, adasum: int) -> None:
@@ -62,56 +66,97 @@ def check_sharding(optimizer: torch.optim.Optimizer, sharding: Any, op: int, ada
             "own: leave sharding out"
         )
     if not is_of_torch(optimizer):
-        _refuse_coupled(optimizer)
+        _refuse_unknown(optimizer)
 
 
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its class is torch's own: in place it writes those parameters that have gradients, and no others."""
-    return type(optimizer).__module__.partition(".")[0] == "torch"
+    """Whether its class is of ``torch.optim``: in place it writes those parameters that have gradients, and no others,
+    and keeps state nowhere else."""
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
-def _refuse_coupled(optimizer: torch.optim.Optimizer) -> None:
-    """Steps tiny parameters by another optimizer of its class: all together, and each half alone.
+def _refuse_unknown(optimizer: torch.optim.Optimizer) -> None:
+    """Steps tiny parameters by other optimizers of its class: all together, and each half alone; then each half goes on
+    in the optimizer of the other, as a parameter does that gets another owner.
 
     Raises:
-        UnsupportedError: It cannot be made, or the halves come to other values.
+        UnsupportedError: They cannot be made, or the halves come to other values.
     """
-    kind: Callable[..., torch.optim.Optimizer] = type(optimizer)
     name = type(optimizer).__name__
-    taken = inspect.signature(kind).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
-    options = {key: value for key, value in optimizer.defaults.items() if takes_any or key in taken}
     try:
-        whole = _stepped(kind, options, range(len(_PROBE_SHAPES)))
-        halves = [_stepped(kind, options, range(first, len(_PROBE_SHAPES), 2)) for first in (0, 1)]
+        whole, *halves = (_Trial(optimizer, chosen) for chosen in ((0, 1), (0,), (1,)))
+        is_alone = _agree(whole, halves)
+        for half, other in (halves, halves[::-1]):
+            half.take(other)
+        halves[0].chosen, halves[1].chosen = halves[1].chosen, halves[0].chosen
+        keeps_state = _agree(whole, halves)
     except Exception as error:
         raise UnsupportedError(
             f"sharding= cannot try out whether {name} steps each parameter by itself, as {name}(parameters, "
             f"**defaults) and its step() raise {type(error).__name__}: {error}; leave sharding out"
         ) from error
-    for index, value in enumerate(whole):
-        if not torch.equal(value, halves[index % 2][index]):
-            raise UnsupportedError(
-                f"sharding= needs an optimizer that steps each parameter by itself; {name} steps one by the gradients "
-                "of others as well: leave sharding out"
-            )
+    if not is_alone:
+        raise UnsupportedError(
+            f"sharding= needs an optimizer that steps each parameter by itself; {name} steps one by the gradients "
+            "of others as well: leave sharding out"
+        )
+    if not keeps_state:
+        raise UnsupportedError(
+            f"sharding= needs an optimizer that has all state of a parameter in optimizer.state; {name} keeps some "
+            "elsewhere, which is lost when another rank steps the parameter: leave sharding out"
+        )
 
 
-def _stepped(
-    kind: Callable[..., torch.optim.Optimizer], options: dict[str, Any], chosen: Iterable[int]
-) -> list[torch.Tensor]:
-    """The parameters after a few steps of those that are chosen, the others without gradients."""
-    numbers = torch.Generator().manual_seed(1)
+class _Trial:
+    """An optimizer of tiny parameters, with the class and the options of another one.
 
-    def drawn(shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.randn(shape, generator=numbers, dtype=torch.float32, device="cpu")
+    Args:
+        model: The other one.
+        chosen: The halves of the parameters, 0 or 1, that it steps; the others have no gradients.
+    """
 
-    parameters = [torch.nn.Parameter(drawn(shape)) for shape in _PROBE_SHAPES]
-    optimizer = kind(parameters, **options)
-    kept = set(chosen)
-    for _ in range(_PROBE_STEPS):
-        for index, parameter in enumerate(parameters):
-            gradient = 100 * drawn(tuple(parameter.shape))
-            parameter.grad = gradient if index in kept else None
-        optimizer.step()
-    return [parameter.detach() for parameter in parameters]
+    def __init__(self, model: torch.optim.Optimizer, chosen: tuple[int, ...]) -> None:
+        kind: Callable[..., torch.optim.Optimizer] = type(model)
+        taken = inspect.signature(kind).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+        self._numbers = torch.Generator().manual_seed(1)
+        self.parameters: list[torch.nn.Parameter] = []
+        groups = []
+        for group in model.param_groups:
+            options = {key: copy.deepcopy(value) for key, value in group.items() if key not in _NO_OPTIONS}
+            groups.append({"params": [torch.nn.Parameter(self._drawn(shape)) for shape in _PROBE_SHAPES], **options})
+            self.parameters += groups[-1]["params"]
+        used = groups[0] if len(groups) == 1 else copy.deepcopy(model.defaults)
+        options = {key: used[key] for key in model.defaults if takes_any or key in taken}
+        self.optimizer = kind(self.parameters if len(groups) == 1 else groups, **options)
+        self.chosen = chosen
+
+    def _drawn(self, shape: Sequence[int]) -> torch.Tensor:
+        return torch.randn(tuple(shape), generator=self._numbers, dtype=torch.float32, device="cpu")
+
+    def values(self) -> dict[int, torch.Tensor]:
+        """The parameters that it steps, by their numbers."""
+        return {number: value.detach() for number, value in enumerate(self.parameters) if number % 2 in self.chosen}
+
+    def step(self) -> None:
+        """Steps a few times."""
+        for scale in _PROBE_SCALES:
+            for number, parameter in enumerate(self.parameters):
+                gradient = scale * (1 + self._drawn(parameter.shape))
+                parameter.grad = gradient if number % 2 in self.chosen else None
+            self.optimizer.step()
+
+    def take(self, other: _Trial) -> None:
+        """Gets the parameters that another one steps, and their state."""
+        for number, value in other.values().items():
+            self.parameters[number].data.copy_(value)
+            if entries := other.optimizer.state.get(other.parameters[number]):
+                self.optimizer.state[self.parameters[number]] = copy.deepcopy(entries)
+
+
+def _agree(whole: _Trial, halves: Sequence[_Trial]) -> bool:
+    """Whether each half comes to the values of the whole in some steps."""
+    for trial in (whole, *halves):
+        trial.step()
+    values = whole.values()
+    return all(torch.equal(values[number], value) for half in halves for number, value in half.values().items())

@@ -59,9 +59,10 @@ class Window:
         self._mark(_FAILED)
 
     def leave(self) -> None:
-        """This rank writes no more, after an error. If it has written in this step, its mark stays."""
-        if self._phase(self._own // _APART) == _ENTERING:
-            self._mark(_OUT)
+        """This rank writes no more, after an error. If it has written all in this step, its mark stays."""
+        phase = self._phase(self._own // _APART)
+        if phase in (_ENTERING, _WRITING):
+            self._mark(_OUT if phase == _ENTERING else _FAILED)
 
     def settle(self) -> list[bool | None]:
         """Called when the job has ended: blocks until no rank of the host writes any more.
