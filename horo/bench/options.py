@@ -107,7 +107,10 @@ def read_options(words: Sequence[str]) -> argparse.Namespace:
         BenchOptionError: one is wrong.
         SystemExit: ``--help`` was answered.
     """
-    given = build_parser().parse_args(words)
+    given, others = build_parser().parse_known_args(words)
+    if others:
+        advice = "" if set(others[0].split(",")) - set(OPERATIONS) else f"; give --operations {others[0]}"
+        raise BenchOptionError(f"bench: {others[0]!r} is no option{advice}")
     if given.max < given.min:
         raise BenchOptionError(f"bench: --max {given.max} is below --min {given.min}")
     return given

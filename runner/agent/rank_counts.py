@@ -62,8 +62,8 @@ class RankCounts:
 
     def show_stacks(self) -> None:
         """Has the ranks show where they stand, on stderr, if they can."""
-        owners = [page.owner(fd) for _, fd in self._pages.values()]
-        send_signal([pid for pid in owners if pid and shows_stack(pid)], STACKS_SIGNAL)
+        owners = [(page.owner(fd), pid) for pid, (_, fd) in self._pages.items()]
+        send_signal([owner for owner, pid in owners if _is_of(owner, pid) and shows_stack(owner)], STACKS_SIGNAL)
 
     def close(self) -> None:
         """Closes the descriptors that are open."""
@@ -73,11 +73,14 @@ class RankCounts:
         self._pages.clear()
 
     def _look(self) -> None:
-        for rank, fd in self._pages.values():
+        for pid, (rank, fd) in self._pages.items():
             with contextlib.suppress(OSError):
                 now = page.read(fd, with_samples=False)
                 if now is not None:
-                    self._emit(rank, _line({"now": {**now, "peak": _resident_bytes(now["pid"])}}))
+                    owner = page.owner(fd)
+                    self._emit(
+                        rank, _line({"now": {**now, "peak": _resident_bytes(owner) if _is_of(owner, pid) else 0}})
+                    )
         self._timer = self._loop.call_later(self._every_s, self._look)
 
 
@@ -90,11 +93,18 @@ def shows_stack(pid: int) -> bool:
     return found is not None and bool(int(found[1], 16) >> (STACKS_SIGNAL - 1) & 1)
 
 
+def _is_of(owner: int, rank: int) -> bool:
+    """Whether a page's process is of the session of a rank; in a PID namespace its number is another process's here."""
+    with contextlib.suppress(OSError):
+        return owner > 0 and os.getsid(owner) == rank
+    return False
+
+
 def _line(values: dict[str, object]) -> bytes:
     return json.dumps(values).encode("ascii") + b"\n"
 
 
-def _resident_bytes(pid: object) -> int:
+def _resident_bytes(pid: int) -> int:
     """The memory of a process now; 0: Linux does not tell."""
     with contextlib.suppress(OSError):
         found = _RESIDENT.search(Path(f"/proc/{pid}/status").read_bytes())

@@ -35,6 +35,8 @@ _ERASED_ROWS = (b"", b"\r" + _ERASE_LINE, b"\r" + _ERASE_LINE + b"\x1b[A" + _ERA
 _NO_WRAP, _WRAP = b"\x1b[?7l", b"\x1b[?7h"
 _MOVES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-ln-~]")
 """Sequences of a terminal other than colours: while there is a line at the bottom, others must not leave their row."""
+_UP = b"\x1b[A"
+"""Ends an inner progress bar, whose outer one is in the row above."""
 _HIGH_WATER_BYTES = 8 << 20
 _LOW_WATER_BYTES = 1 << 20
 _WRITE_BYTES = 1 << 16
@@ -288,8 +290,9 @@ class Printer:
         if self._live and stream in self._terminals:
             for piece in pieces:
                 text = start + _MOVES.sub(b"", piece.text)
-                out += b"" if piece.update else text + b"\n"
-                if piece.update:
+                update = piece.update or piece.text.endswith(_UP)
+                out += b"" if update else text + b"\n"
+                if update:
                     self._update, self._update_of = text, (rank, stream)
                 elif self._update_of == (rank, stream):
                     self._update = b""

@@ -88,7 +88,7 @@ def test_ctrl_c_ends_it_without_a_traceback(hororun: Hororun, tmp_path: Path) ->
     [
         ("--bench --check-hosts", "--check-hosts starts no rank: leave out --bench"),
         ("-np 2 --min-np 1 --bench", "--bench is not for an elastic job"),
-        ("-np 2 --bench train.py", "--bench: unrecognized arguments: train.py"),
+        ("-np 2 --bench train.py", "--bench: 'train.py' is no option"),
         ("--bench", "how many ranks?"),
     ],
 )

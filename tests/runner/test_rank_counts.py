@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import subprocess
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -118,7 +119,7 @@ def test_the_end_of_a_rank_tells_what_it_has_not_told_itself_and_a_look_the_pres
     loop, fd = Loop(), page.create()
     try:
         counts = RankCounts(loop, lambda rank, line: told.append((rank, json.loads(line))))
-        counts.started(77, 5, fd)
+        counts.started(os.getsid(0), 5, fd)
         mine = Page(words_of(fd))
         mine.begin(size=2, cores=4, ranks_here=2, via="TCP")
         mine.step_ends(3, 2, *SUMS)
@@ -128,12 +129,35 @@ def test_the_end_of_a_rank_tells_what_it_has_not_told_itself_and_a_look_the_pres
         rank, note = told[-1]
         assert rank == 5 and note["now"]["steps"] == 3 and note["now"]["peak"] > 1 << 20
         told.clear()
-        counts.ended(77)
+        counts.ended(os.getsid(0))
         assert [(rank, list(note), note["summary"]["steps"]) for rank, note in told] == [(5, ["summary"], 3)]
-        counts.ended(77)
+        counts.ended(os.getsid(0))
         assert len(told) == 1
         mine.close()
     finally:
+        loop.close()
+
+
+def test_a_process_of_another_session_with_the_number_of_a_rank_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank in a PID namespace writes its number there, which here is that of any process."""
+    told: list[bytes] = []
+    loop, fd = Loop(), page.create()
+    signalled: list[int] = []
+    monkeypatch.setattr("horo.runner.agent.rank_counts.send_signal", lambda pids, _signal: signalled.extend(pids))
+    monkeypatch.setattr("horo.runner.agent.rank_counts.shows_stack", bool)
+    mine = Page(words_of(fd))
+    mine.begin(size=2, cores=4, ranks_here=2, via="TCP")
+    mine.step_ends(3, 2, *SUMS)
+    try:
+        with subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=True) as rank:
+            counts = RankCounts(loop, lambda _rank, line: told.append(line))
+            counts.started(rank.pid, 5, fd)
+            counts.watch(60)
+            counts.show_stacks()
+            counts.close()
+        assert (json.loads(told[0])["now"]["peak"], signalled) == (0, [])
+    finally:
+        mine.close()
         loop.close()
 
 

@@ -331,6 +331,17 @@ hr_status hr_frame_put(struct hr_buffer *out, const struct hr_wire_message *mess
     return status;
 }
 
+hr_status hr_frame_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t *count) {
+    size_t mark;
+    if (*count > 0) {
+        HR_TRY(hr_frame_begin(out, &mark));
+        HR_TRY(hr_wire_put_ids(out, ids, *count));
+        hr_frame_end(out, mark);
+        *count = 0;
+    }
+    return HORO_OK;
+}
+
 hr_status hr_frame_pass(struct hr_buffer *out, const struct hr_wire_message *message) {
     uint8_t length[4];
     (void)hr_store_u32(length, (uint32_t)message->byte_count);

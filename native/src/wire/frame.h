@@ -9,7 +9,9 @@
 
 /* Appends one message: HORO_OK, or a status and nothing of it. */
 hr_status hr_frame_put(struct hr_buffer *out, const struct hr_wire_message *message);
-/* The same for one that has been decoded, as it came. */
+/* An IDS message of so many, if there are any; *count is 0 afterwards. */
+hr_status hr_frame_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t *count);
+/* As hr_frame_put, of one that has been decoded, as it came. */
 hr_status hr_frame_pass(struct hr_buffer *out, const struct hr_wire_message *message);
 /* begin gives the position that end takes; what is appended in between is the message. */
 hr_status hr_frame_begin(struct hr_buffer *out, size_t *mark);

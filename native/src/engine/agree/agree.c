@@ -184,18 +184,6 @@ static int put_request(struct hr_agree *agree, struct hr_buffer *out, const stru
     return hr_frame_put(out, &message);
 }
 
-static int put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count, uint32_t *frames) {
-    if (count == 0) {
-        return HORO_OK;
-    }
-    size_t mark;
-    HR_TRY(hr_frame_begin(out, &mark));
-    HR_TRY(hr_wire_put_ids(out, ids, count));
-    hr_frame_end(out, mark);
-    (*frames)++;
-    return HORO_OK;
-}
-
 static struct hr_agree_kind kind_of(const struct hr_agree_entry *entry) {
     const struct hr_agree_copy *copy = hr_agree_request(entry);
     struct hr_wire_request request = {0};
@@ -225,20 +213,18 @@ static struct hr_agree_kind kind_of(const struct hr_agree_entry *entry) {
     return kind;
 }
 
-static int put_failure(struct hr_agree *agree, struct hr_agree_entry *entry, struct hr_buffer *out, uint32_t *frames) {
+static int put_failure(struct hr_agree *agree, struct hr_agree_entry *entry, struct hr_buffer *out) {
     HR_TRY(hr_frame_put(out, &(struct hr_wire_message){.type = HR_WIRE_FAIL,
                                                        .status = entry->failure,
                                                        .name = name_of(entry),
                                                        .text = failure_text_of(entry)}));
-    (*frames)++;
     hr_agree_reset(agree, entry);
     return HORO_OK;
 }
 
-static int collect_at_root(struct hr_agree *agree, struct hr_agree_entry *entry, struct hr_buffer *out,
-                           uint32_t *frames) {
+static int collect_at_root(struct hr_agree *agree, struct hr_agree_entry *entry, struct hr_buffer *out) {
     if (entry->failure != 0 && !entry->is_call) {
-        return put_failure(agree, entry, out, frames);
+        return put_failure(agree, entry, out);
     }
     entry->kind = entry->failure != 0 ? (struct hr_agree_kind){.op = -1} : kind_of(entry); /* a call fails in order */
     agree->ready_bytes += entry->kind.bytes;
@@ -246,42 +232,33 @@ static int collect_at_root(struct hr_agree *agree, struct hr_agree_entry *entry,
     return HORO_OK;
 }
 
-int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out, uint32_t *frames) {
+int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out) {
     uint32_t ids[IDS_PER_MESSAGE];
     uint32_t id_count = 0;
-    *frames = 0;
     struct hr_agree_entry *entry;
     while ((entry = agree->lists[HR_AGREE_COMPLETE].first) != NULL) {
         HR_TRY(hr_agree_check_rows(agree, entry));
         if (agree->config.is_root) {
-            HR_TRY(collect_at_root(agree, entry, out, frames));
+            HR_TRY(collect_at_root(agree, entry, out));
             continue;
         }
         hr_agree_move(agree, entry, HR_AGREE_REPORTED);
         entry->reported_full = entry->current.bytes != NULL || entry->failure != 0;
-        if (entry->reported_full || entry->known.gathers > 0) { /* calls are counted; JOIN is the last */
-            HR_TRY(put_ids(out, ids, id_count, frames));
-            id_count = 0;
+        const int is_bare = !entry->reported_full && entry->known.gathers == 0;
+        if (!is_bare || id_count == IDS_PER_MESSAGE) { /* calls are counted; JOIN is the last */
+            HR_TRY(hr_frame_put_ids(out, ids, &id_count));
         }
-        if (entry->reported_full) {
+        if (is_bare) {
+            ids[id_count++] = entry->id;
+        } else if (entry->reported_full) {
             HR_TRY(put_request(agree, out, entry));
-            (*frames)++;
-            continue;
-        }
-        if (entry->known.gathers > 0) {
+        } else {
             struct hr_wire_message rows = {.type = HR_WIRE_ROWS, .id = entry->id};
             HR_TRY(hr_agree_merge_rows(agree, entry, &rows.rows));
             HR_TRY(hr_frame_put(out, &rows));
-            (*frames)++;
-            continue;
-        }
-        ids[id_count++] = entry->id;
-        if (id_count == IDS_PER_MESSAGE) {
-            HR_TRY(put_ids(out, ids, id_count, frames));
-            id_count = 0;
         }
     }
-    return put_ids(out, ids, id_count, frames);
+    return hr_frame_put_ids(out, ids, &id_count);
 }
 
 static int may_share(const struct hr_agree_kind *a, const struct hr_agree_kind *b) {
@@ -378,13 +355,12 @@ static int put_entry(struct hr_agree *agree, struct hr_agree_entry *entry, struc
     return hr_wire_put_ref(out, id, (struct hr_wire_text){entry->name, entry->name_bytes});
 }
 
-int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out, uint32_t *frames) {
-    *frames = 0;
+int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out) {
     if (agree->lists[HR_AGREE_READY].first == NULL) {
         return HORO_OK;
     }
     if (agree->lists[HR_AGREE_READY].first->failure != 0) {
-        return put_failure(agree, agree->lists[HR_AGREE_READY].first, out, frames);
+        return put_failure(agree, agree->lists[HR_AGREE_READY].first, out);
     }
     const uint32_t count = choose_batch(agree);
     size_t mark;
@@ -404,7 +380,6 @@ int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out, uint32_t 
     }
     HR_TRY(hr_wire_end_batch(out, rows));
     hr_frame_end(out, mark);
-    *frames = 1;
     return HORO_OK;
 }
 

@@ -107,9 +107,9 @@ int hr_agree_announce_request(struct hr_agree *agree, int member, const struct h
 
 /*
  * Appends what has become complete to `out` as framed messages (hr_frame_*): IDS, ROWS and REQUEST for the parent, or,
- * at the root, FAIL records; agreed tensors go to the root's ready queue. *frames counts what was appended.
+ * at the root, FAIL records; agreed tensors go to the root's ready queue.
  */
-int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out, uint32_t *frames);
+int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out);
 
 /* Whether there is something to collect; root: something for a batch. */
 static inline int hr_agree_is_complete(const struct hr_agree *agree) {
@@ -131,8 +131,8 @@ void hr_agree_note_use(struct hr_agree *agree, uint32_t id);
 /* All have made their next ordered call, which nobody has announced. */
 void hr_agree_skip_call(struct hr_agree *agree);
 
-/* Root: appends the next BATCH record, framed, and applies it; 0 or 1 in *frames. */
-int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out, uint32_t *frames);
+/* Root: appends the next BATCH record, framed, and applies it, if anything is ready. */
+int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out);
 
 /* Applies a BATCH, RESULT, FAIL, REQUEST or JOINED record from the parent. Collect what is complete before. */
 int hr_agree_apply(struct hr_agree *agree, const struct hr_wire_message *record);

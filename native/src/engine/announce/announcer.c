@@ -103,15 +103,7 @@ int hr_announcer_put(struct hr_announcer *announcer, const struct hr_wire_messag
 }
 
 int hr_announcer_write_ids(struct hr_announcer *announcer) {
-    if (announcer->id_count == 0) {
-        return HORO_OK;
-    }
-    size_t mark;
-    HR_TRY(hr_frame_begin(&announcer->out, &mark));
-    HR_TRY(hr_wire_put_ids(&announcer->out, announcer->ids, announcer->id_count));
-    hr_frame_end(&announcer->out, mark);
-    announcer->id_count = 0;
-    return HORO_OK;
+    return hr_frame_put_ids(&announcer->out, announcer->ids, &announcer->id_count);
 }
 
 int hr_announcer_flush(struct hr_announcer *announcer) {

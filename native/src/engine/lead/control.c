@@ -142,10 +142,9 @@ int hr_leader_report(struct hr_leader *leader) {
     }
     struct hr_buffer *out = leader->is_root ? &leader->log_out : &leader->links[0].out;
     const size_t mark = hr_buffer_size(out);
-    uint32_t frames = 0;
     int is_put = 0;
     HR_TRY(leader->is_root ? HORO_OK : hr_leader_put_carried(leader, out, &is_put));
-    HR_TRY(is_put ? HORO_OK : hr_agree_collect(&leader->agree, out, &frames));
+    HR_TRY(is_put ? HORO_OK : hr_agree_collect(&leader->agree, out));
     HR_TRY(leader->is_root ? hr_leader_hand_down(leader, mark) : HORO_OK);
     return HR_MOVED;
 }

@@ -207,15 +207,13 @@ int hr_leader_make_due(struct hr_leader *leader, const uint64_t *values, int is_
 
 /* One batch, or all that is ready. */
 static int write_batches(struct hr_leader *leader, int all) {
-    uint32_t frames = 0;
     do {
         const size_t mark = hr_buffer_size(&leader->log_out);
         int is_put;
-        frames = 0;
         HR_TRY(hr_leader_put_carried(leader, &leader->log_out, &is_put));
-        HR_TRY(is_put ? HORO_OK : hr_agree_form_batch(&leader->agree, &leader->log_out, &frames));
+        HR_TRY(is_put ? HORO_OK : hr_agree_form_batch(&leader->agree, &leader->log_out));
         HR_TRY(hr_leader_hand_down(leader, mark));
-    } while (frames > 0 && all);
+    } while (all && hr_agree_is_ready(&leader->agree));
     return HORO_OK;
 }
 

@@ -47,7 +47,7 @@ extern const struct hr_part_ops hr_part_late;
 
 /* ---- stall_text.c: who has submitted what ---- */
 
-/* The names that have waited too long for members of a team. */
+/* The names that have waited too long for members of a team, which its leaders know. */
 struct hr_stalled {
     int total, count; /* names, and those that are kept here */
     struct hr_agree_waiting names[HR_NAMES_IN_TEXT];
@@ -62,8 +62,6 @@ struct hr_rank_list {
 };
 void hr_rank_list_add(struct hr_rank_list *list, int rank);
 
-/* A leader, which has the announcements of all. Valid until the driver goes on. */
-void hr_stall_find(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled);
 /* Whether a local member has anything pending, in whatever team. */
 int hr_stall_is_waiting(const struct hr_lane *lane, int member);
 /*

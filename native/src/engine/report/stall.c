@@ -176,7 +176,13 @@ static int64_t report(struct hr_lane *lane, int64_t now_ns) {
     char names[HORO_MESSAGE_MAX];
     struct hr_stalled stalled = {.oldest_ns = now_ns};
     if (lane->is_leader) {
-        hr_stall_find(lane, now_ns, &stalled);
+        stalled.total = hr_agree_list_waiting(&lane->leader.agree, now_ns, node->stall_warning_ns, stalled.names,
+                                              HR_NAMES_IN_TEXT);
+        stalled.count = stalled.total < HR_NAMES_IN_TEXT ? stalled.total : HR_NAMES_IN_TEXT;
+    }
+    for (int i = 0; i < stalled.count; i++) {
+        const int64_t since_ns = stalled.names[i].since_ns;
+        stalled.oldest_ns = since_ns < stalled.oldest_ns ? since_ns : stalled.oldest_ns;
     }
     if (stalled.count > 0) {
         log_stalled(lane, &stalled, now_ns);

@@ -3,21 +3,6 @@
 
 #include "engine/report/report.h"
 
-/* ---- Names that have waited too long ---- */
-
-void hr_stall_find(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
-    *stalled = (struct hr_stalled){.oldest_ns = now_ns};
-    stalled->total = hr_agree_list_waiting(&lane->leader.agree, now_ns, lane->node->stall_warning_ns, stalled->names,
-                                           HR_NAMES_IN_TEXT);
-    stalled->count = stalled->total < HR_NAMES_IN_TEXT ? stalled->total : HR_NAMES_IN_TEXT;
-    for (int i = 0; i < stalled->count; i++) {
-        const int64_t since_ns = stalled->names[i].since_ns;
-        stalled->oldest_ns = since_ns < stalled->oldest_ns ? since_ns : stalled->oldest_ns;
-    }
-}
-
-/* ---- The text of the report ---- */
-
 enum { MEMBERS_MAX = 256 }; /* more are not shown */
 
 #define HAS_JOINED (1u << 31) /* beside the names */
