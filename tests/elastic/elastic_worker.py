@@ -101,6 +101,7 @@ while True:
         member.join()
         if train():
             member.done()
+            end()  # it returns once the others have the last step, too
             do("done")
             break
         member.leave(None)
