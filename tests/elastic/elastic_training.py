@@ -20,6 +20,7 @@ import horo.torch.elastic
 import horo.torch.elastic.copies
 import horo.torch.elastic.state
 from horo.bootstrap.elastic import membership
+from horo.errors import UsageError
 
 SAMPLES = 22
 EPOCHS = 2
@@ -164,6 +165,15 @@ def train(folder: str, plan: Plan) -> None:
     torch.set_num_threads(1)
     hvd.init()
     trainer = Trainer(folder, plan)
+    if trainer.member.is_newcomer:
+        assert "horo.bootstrap.job" in sys.modules  # others do not wait until it is imported
+        assert (hvd.rank(), hvd.size()) == (trainer.member.forecast.rank, len(trainer.member.forecast.workers))
+        refused = ""
+        try:
+            hvd.allreduce(torch.ones(1))
+        except UsageError as error:
+            refused = str(error)
+        assert "this process has come to a job that runs already" in refused
     trainer.make()
     digest = horo.torch.elastic.run(trainer.train)(trainer.state)
     result = {
