@@ -56,6 +56,22 @@ static int submit_and_wait(Caller *caller, Slot *slot)
     return status == HORO_OK || call(caller, caller_names.go_on, (PyObject *)slot);
 }
 
+/* Calls a method that has to be called after an exception, too; one of its own takes the place of that. */
+static int call_at_end(void *object, PyObject *method, PyObject *argument)
+{
+    PyObject *kind, *error, *trace;
+    PyErr_Fetch(&kind, &error, &trace);
+    int is_done = call(object, method, argument);
+    if (is_done) {
+        PyErr_Restore(kind, error, trace);
+    } else {
+        Py_XDECREF(kind);
+        Py_XDECREF(error);
+        Py_XDECREF(trace);
+    }
+    return is_done;
+}
+
 /* Keeps the memory of a call that an exception has ended until the core is done with it. */
 static void abandon(Caller *caller, Slot *slot, PyObject *memory)
 {
@@ -67,10 +83,8 @@ static void abandon(Caller *caller, Slot *slot, PyObject *memory)
         Py_INCREF(memory); /* for good */
     }
     Py_XDECREF(handle);
-    if (!call(caller, caller_names.release_abandoned, NULL)) {
-        PyErr_Clear();
-    }
     PyErr_Restore(kind, error, trace);
+    call_at_end(caller, caller_names.release_abandoned, NULL);
 }
 
 /* Runs the request of a slot that this call has taken, whose tensors are set; whether it went well. */
@@ -88,6 +102,10 @@ static int run(Caller *caller, Slot *slot, PyObject *memory)
     }
     *slot->handle = 0;
     int is_done = PyDict_SetItem(caller->active_calls, (PyObject *)slot, memory) == 0 && submit_and_wait(caller, slot);
+    if (shown != NULL && !call_at_end(slot, caller_names.end_span, shown)) {
+        is_done = 0;
+    }
+    Py_XDECREF(shown);
     if (!is_done && *slot->handle != 0) {
         abandon(caller, slot, memory);
     }
@@ -95,10 +113,6 @@ static int run(Caller *caller, Slot *slot, PyObject *memory)
     if (PyDict_DelItem(caller->active_calls, (PyObject *)slot) != 0) {
         PyErr_Clear();
     }
-    if (shown != NULL && !call(slot, caller_names.end_span, shown)) {
-        PyErr_Clear();
-    }
-    Py_XDECREF(shown);
     PyErr_Restore(kind, error, trace);
     return is_done;
 }

@@ -39,7 +39,7 @@ static int read_tensor(PyObject *object, dlpack_tensor *tensor)
     return tensor->device.type == DLPACK_CPU && tensor->data != NULL && tensor->byte_offset == 0 && is_dense(tensor);
 }
 
-/* Calls a method of a tensor that runs no code of Python, and has a number; -1: failed. */
+/* Calls a method of a tensor that has a number; -1: failed, with an exception. */
 static long long number_of(PyObject *tensor, PyObject *method)
 {
     PyObject *found = PyObject_CallMethodObjArgs(tensor, method, NULL);
@@ -48,19 +48,25 @@ static long long number_of(PyObject *tensor, PyObject *method)
     return number;
 }
 
-/* Whether a tensor is what DLPack does not tell: without a graph, not negated lazily, its storage not cut off. */
+/*
+ * Whether a tensor is what DLPack does not tell: without a graph, not negated lazily, its storage not cut off. Modes of
+ * torch run code of Python here, and with it signal handlers: 0 may come with an exception, which is the caller's.
+ */
 static int is_plain(PyObject *object, dlpack_dtype dtype, int64_t bytes)
 {
     PyObject *requires_grad = PyObject_GetAttr(object, slot_names.requires_grad);
     int is_so = requires_grad == Py_False && number_of(object, slot_names.is_neg) == 0;
     Py_XDECREF(requires_grad);
-    if (is_so) {
-        PyObject *storage = PyObject_CallMethodObjArgs(object, slot_names.untyped_storage, NULL);
-        int64_t offset = number_of(object, slot_names.storage_offset) * ((dtype.bits * dtype.lanes + 7) / 8);
-        is_so = storage != NULL && offset >= 0 && PyObject_Size(storage) >= offset + bytes;
-        Py_XDECREF(storage);
+    PyObject *storage = is_so ? PyObject_CallMethodObjArgs(object, slot_names.untyped_storage, NULL) : NULL;
+    if (storage == NULL) {
+        return 0;
     }
-    PyErr_Clear();
+    int64_t offset = number_of(object, slot_names.storage_offset);
+    if (offset >= 0) {
+        offset *= (dtype.bits * dtype.lanes + 7) / 8;
+    }
+    is_so = offset >= 0 && PyObject_Size(storage) >= offset + bytes;
+    Py_DECREF(storage);
     return is_so;
 }
 

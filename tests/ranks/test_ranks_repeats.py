@@ -379,3 +379,45 @@ def test_each_gets_the_result_or_the_error(check_ms: int) -> None:
                         assert isinstance(result, torch.Tensor) and result.tolist() == wanted, result
     finally:
         context._SIGNAL_CHECK_MS = usual
+
+
+class _Interrupting(torch.overrides.TorchFunctionMode):
+    """With a mode, such as that of ``set_default_device``, a tensor's method runs Python, and so signal handlers."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self._method = method
+        self._has_raised = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ == self._method and not self._has_raised:
+            self._has_raised = True
+            raise KeyboardInterrupt
+        return func(*args, **(kwargs or {}))
+
+
+@on("ranks2")
+@pytest.mark.parametrize("method", ["is_neg", "untyped_storage", "storage_offset"])
+def test_an_interrupt_where_a_repeated_call_looks_at_its_tensors_is_raised(method: str) -> None:
+    tensor, out = torch.ones(2), torch.empty(2)
+    for _ in range(3):
+        hvd.broadcast(tensor, 0, name="looked at", out=out)
+    with _Interrupting(method), pytest.raises(KeyboardInterrupt):
+        hvd.broadcast(tensor, 0, name="looked at", out=out)
+    hvd.broadcast(tensor, 0, name="looked at", out=out)
+
+
+@on("ranks2")
+def test_an_interrupt_where_the_profilers_span_of_a_repeated_call_ends_is_raised() -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    tensor = torch.ones(2)
+    for _ in range(3):
+        hvd.allreduce_(tensor, name="shown")
+    with torch.profiler.profile(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request_cache, "end_span", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            hvd.allreduce_(tensor, name="shown")
+    assert not runtime.current().active_calls
+    hvd.allreduce_(tensor, name="shown")
