@@ -93,6 +93,8 @@ struct hr_arena_block {
     _Atomic int32_t core;
     /* waiting for others: by then it will have looked, and moved this on */
     _Atomic int64_t alive_until_ns;
+    /* likewise: the oldest call that waits behind a refusal: since when, times HR_TEAMS_MAX, and its team; 0: none */
+    _Atomic uint64_t behind;
     _Atomic uint32_t pending; /* requests submitted there and not done */
     _Atomic uint32_t present; /* the last roll call that it has answered */
     /* ranks here that wait have called this one, a leader of theirs, which drives so long for them; 0: none has */

@@ -119,7 +119,9 @@ static int turn(struct hr_part *part) {
         const struct hr_cargo *cargo = &request->cargo;
         struct hr_lane *lane = request->port == NULL ? NULL : request->port->lane;
         next = request->next;
-        hr_part_expect(&engine->late.part, hr_late_deadline_ns(request));
+        if (request->call.timeout_ms > 0) {
+            hr_part_expect(&engine->late.part, hr_late_deadline_ns(request));
+        }
         if (lane != NULL) {
             lane->part.is_quiet = 0;
         }

@@ -79,8 +79,7 @@ struct hr_leaving {
 /* Timeouts of requests; see report/late.c. */
 struct hr_late {
     struct hr_part part;
-    int64_t asked; /* the request that is late, about which others have been asked: its handle, negative while its lane
-                    * executes a batch; and when, 0: none is */
+    int64_t asked; /* the handle of the request that is late, about which others have been asked, and when; 0: none */
     int64_t asked_ns;
 };
 

@@ -43,10 +43,10 @@ void hr_gpu_end(struct hr_engine *engine, int has_failed);
 /* ---- nccl_order.c ---- */
 
 /*
- * The cause for which the batch of a lane waits. ITSELF: the GPU of this rank, which shows on no other. OTHERS: other
- * ranks may wait for a GPU, too: it is to be ordered, or is not NCCL's while kernels of NCCL run here. Driver.
+ * The cause for which the batch of a lane waits. GPU: that of this rank, which shows on no other. BESIDE: it is not
+ * NCCL's, and kernels of NCCL run here, which another rank may wait for. Driver.
  */
-enum hr_gpu_wait { HR_GPU_NOTHING, HR_GPU_OTHERS, HR_GPU_OTHER_LANES, HR_GPU_ITSELF };
+enum hr_gpu_wait { HR_GPU_NOTHING, HR_GPU_OTHER_RANKS, HR_GPU_OTHER_LANES, HR_GPU_ITSELF, HR_GPU_BESIDE };
 enum hr_gpu_wait hr_gpu_awaits(const struct hr_lane *lane);
 
 #endif

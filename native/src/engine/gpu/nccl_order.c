@@ -227,10 +227,10 @@ const struct hr_backend_ops hr_nccl_ops = {
 enum hr_gpu_wait hr_gpu_awaits(const struct hr_lane *lane) {
     const struct hr_gpu_team *team = team_of(atomic_load(&lane->on_gpu));
     switch (team == NULL ? HR_NCCL_OUT : team->batch.phase) {
-    case HR_NCCL_ORDERING: return HR_GPU_OTHERS;
+    case HR_NCCL_ORDERING: return HR_GPU_OTHER_RANKS;
     case HR_NCCL_WAITING: return HR_GPU_OTHER_LANES;
     case HR_NCCL_HELD: return HR_GPU_ITSELF;
-    case HR_NCCL_NO_BATCH: return atomic_load(&gpu_of(team)->is_busy) ? HR_GPU_OTHERS : HR_GPU_NOTHING;
+    case HR_NCCL_NO_BATCH: return atomic_load(&gpu_of(team)->is_busy) ? HR_GPU_BESIDE : HR_GPU_NOTHING;
     default: return HR_GPU_NOTHING;
     }
 }

@@ -23,23 +23,14 @@ extern const struct hr_part_ops hr_part_deadlock;
 /* A leader's handler of ASK: a leader above asks where the ranks of this subtree stand that wait for nothing. */
 int hr_stall_handle_question(void *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
 extern const struct hr_part_ops hr_part_stall;
-/* Whether the lane executes a batch, and that has moved within so long, or other batches here had their turn. */
-int hr_stall_is_moving(struct hr_lane *lane, int64_t now_ns, int64_t within_ns);
 
 /* The only rank on other hosts, -1 if there are none or several: which of these waits for which is not known here. */
 int hr_stall_find_only_other(const struct hr_team *team);
 
 /* ---- late.c: requests that are not done in time ---- */
 
-/* By its own timeout, or the time after which a stall ends the job; HR_NEVER: it may take any time. */
 static inline int64_t hr_late_deadline_ns(const struct hr_request *request) {
-    const struct hr_node *node = request->port == NULL ? NULL : request->port->requests->node;
-    if (request->call.timeout_ms > 0) {
-        return request->submit_ns + (int64_t)request->call.timeout_ms * 1000000;
-    }
-    return node == NULL || node->stall_warning_ns == 0 || node->stall_shutdown_ns == 0
-               ? HR_NEVER
-               : request->submit_ns + node->stall_shutdown_ns;
+    return request->submit_ns + (int64_t)request->call.timeout_ms * 1000000;
 }
 /* A leader's handler of LATE: a member, or the parent, knows of an operation that is not done in time. */
 int hr_late_handle(void *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
@@ -47,11 +38,14 @@ extern const struct hr_part_ops hr_part_late;
 
 /* ---- stall_text.c: who has submitted what ---- */
 
-/* The names that have waited too long for members of a team, which its leaders know. */
+/* The names that have waited too long for members of a team. */
 struct hr_stalled {
     int total, count; /* names, and those that are kept here */
     struct hr_agree_waiting names[HR_NAMES_IN_TEXT];
     int64_t oldest_ns;
+    int64_t blocked_ns; /* since when one that holds up somebody has waited; the time of the report if none has */
+    int culprit;      /* a rank that has not submitted one of them, of this host if there is one; -1: none */
+    int is_elsewhere; /* it is on another host, where they may know better */
 };
 
 /* Ranks of one host, or that lead others, as "1, 3"; the first one, and how many. */
@@ -62,6 +56,8 @@ struct hr_rank_list {
 };
 void hr_rank_list_add(struct hr_rank_list *list, int rank);
 
+/* A leader, which has the announcements of all. Valid until the driver goes on. */
+void hr_stall_find(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled);
 /* Whether a local member has anything pending, in whatever team. */
 int hr_stall_is_waiting(const struct hr_lane *lane, int member);
 /*

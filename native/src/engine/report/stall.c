@@ -1,8 +1,7 @@
 /*
- * Requests that have waited too long, and the ranks that are late; late.c ends the job for it. The leaders of a team
- * know who has announced what, so they report it, and ask the late ranks where they stand, who write that into their
- * own logs. A leader whose program computes is called for it by those that wait. Others say something only where it
- * does not look.
+ * Requests that have waited too long: which rank is late, and when the job ends for it. The leaders of a team know who
+ * has announced what, so they report it, and ask the late ranks where they stand, who write that into their own logs. A
+ * leader whose program computes is called for it by those that wait. Others say something only where it does not look.
  */
 #include <stdio.h>
 #include <string.h>
@@ -29,7 +28,8 @@ static struct hr_arena_block *block_of(const struct hr_lane *lane, int member) {
 
 /*
  * Since when a request waits in vain, 0 if none does. To join while something moves, in whatever team, is to wait for
- * what the others have left to do.
+ * what the others have left to do. They may also have to do what needs nobody, so a JOIN is reported, and never ends
+ * the job.
  */
 static int64_t oldest_pending_ns(struct hr_lane *lane) {
     int64_t oldest = 0;
@@ -51,19 +51,21 @@ static int64_t leader_looks_until_ns(const struct hr_lane *lane) {
 
 /*
  * Describes what ranks here have submitted while no answer comes from the next rank on the way to the root of the tree,
- * which is stopped, or a rank behind it is late. Each level waits one period longer than the one above.
+ * which is stopped, or a rank behind it is late. Each level waits one period longer than the one above, so the nearest
+ * one names the culprit. *periods are those before the job ends.
  */
 static int describe_undecided(struct hr_lane *lane, int64_t now_ns, char *text, size_t text_bytes,
-                              int64_t *oldest_ns) {
+                              struct hr_stalled *stalled, int *periods) {
     const struct hr_node *node = lane->node;
     const int level = 1 + __builtin_popcount((unsigned)lane->team->host); /* the tree is binomial */
     const int64_t moved_ns = lane->stall.moved_ns;
     const int64_t looked_ns = lane->is_leader ? 0 : leader_looks_until_ns(lane);
     const int64_t least_ns = looked_ns > moved_ns && looked_ns < now_ns ? looked_ns : moved_ns;
-    const int next =
+    *periods = level + !lane->is_leader;
+    stalled->culprit =
         lane->is_leader ? lane->leader.links[0].leader_rank : lane->team->job_rank[lane->team->rank_of_local[0]];
     char who[HR_NAME_TEXT_BYTES];
-    (void)hr_node_name_rank(node, next, who, sizeof who);
+    (void)hr_node_name_rank(node, stalled->culprit, who, sizeof who);
     int count = 0;
     size_t used = 0;
     hr_drive_lock(&lane->engine->drive);
@@ -73,7 +75,11 @@ static int describe_undecided(struct hr_lane *lane, int64_t now_ns, char *text, 
         if (now_ns - since_ns < (lane->is_leader ? level : 1) * node->stall_warning_ns) {
             continue;
         }
-        *oldest_ns = since_ns < *oldest_ns ? since_ns : *oldest_ns;
+        stalled->oldest_ns = since_ns < stalled->oldest_ns ? since_ns : stalled->oldest_ns;
+        const int is_excused = hr_op_is(request->call.op, HR_OP_LAST) || request->refused != 0;
+        if (!is_excused && since_ns < stalled->blocked_ns) {
+            stalled->blocked_ns = since_ns;
+        }
         if (count++ < HR_NAMES_IN_TEXT && used < text_bytes) {
             used +=
                 (size_t)snprintf(text + used, text_bytes - used, "%s'%s' (no answer from %s)",
@@ -174,30 +180,32 @@ static void log_stalled(struct hr_lane *lane, const struct hr_stalled *stalled, 
 static int64_t report(struct hr_lane *lane, int64_t now_ns) {
     struct hr_node *node = lane->node;
     char names[HORO_MESSAGE_MAX];
-    struct hr_stalled stalled = {.oldest_ns = now_ns};
+    struct hr_stalled stalled = {.culprit = -1, .oldest_ns = now_ns, .blocked_ns = now_ns};
+    int periods = 0; /* of patience with ranks of other hosts: those beside the culprit know it better */
     if (lane->is_leader) {
-        stalled.total = hr_agree_list_waiting(&lane->leader.agree, now_ns, node->stall_warning_ns, stalled.names,
-                                              HR_NAMES_IN_TEXT);
-        stalled.count = stalled.total < HR_NAMES_IN_TEXT ? stalled.total : HR_NAMES_IN_TEXT;
-    }
-    for (int i = 0; i < stalled.count; i++) {
-        const int64_t since_ns = stalled.names[i].since_ns;
-        stalled.oldest_ns = since_ns < stalled.oldest_ns ? since_ns : stalled.oldest_ns;
+        hr_stall_find(lane, now_ns, &stalled);
     }
     if (stalled.count > 0) {
+        periods = stalled.is_elsewhere;
         log_stalled(lane, &stalled, now_ns);
         if (lane->stall.answers_ns == 0) { /* one question at a time */
             ask(lane, &stalled, node->rank, now_ns);
         }
-    } else if (lane->is_root || describe_undecided(lane, now_ns, names, sizeof names, &stalled.oldest_ns) == 0) {
+    } else if (lane->is_root || describe_undecided(lane, now_ns, names, sizeof names, &stalled, &periods) == 0) {
         return now_ns + node->stall_warning_ns;
-    } else if ((lane->is_leader || leader_looks_until_ns(lane) < now_ns) && take_turn(lane, now_ns)) {
+    } else if (!lane->is_leader && leader_looks_until_ns(lane) >= now_ns) {
+        stalled.blocked_ns = now_ns; /* it sees to that */
+    } else if (take_turn(lane, now_ns)) {
         char where[TEAM_TEXT_BYTES];
         char seconds[HR_SECONDS_BYTES];
         hr_log(&node->log, HORO_LOG_WARNING, "waiting%s for %s s for an answer, all here have submitted: %s",
                name_team(lane, where), hr_seconds(now_ns - stalled.oldest_ns, seconds), names);
     }
     hr_end_show_events(lane->node, HORO_LOG_WARNING); /* every rank its own, also those whose turn it is not */
+    if (node->stall_shutdown_ns > 0 &&
+        now_ns - stalled.blocked_ns >= node->stall_shutdown_ns + periods * node->stall_warning_ns) {
+        hr_node_abort(node, HORO_ERR_STALLED, stalled.culprit, HR_REASON_STALLED);
+    }
     return now_ns + node->stall_warning_ns;
 }
 
@@ -230,9 +238,16 @@ int hr_stall_find_only_other(const struct hr_team *team) {
 /* The batch that is being executed has not moved for waited_ns. */
 static void report_batch(struct hr_lane *lane, int64_t now_ns, int64_t waited_ns) {
     struct hr_node *node = lane->node;
+    const enum hr_gpu_wait on_gpu = hr_gpu_awaits(lane);
     const int silent = find_silent(lane, now_ns);
-    const int is_late_here = silent < 0 && hr_gpu_awaits(lane) == HR_GPU_ITSELF;
+    const int is_late_here = silent < 0 && on_gpu == HR_GPU_ITSELF;
     const int late = silent >= 0 ? silent : is_late_here ? -1 : hr_stall_find_only_other(lane->team);
+    /*
+     * of patience: the ranks beside the culprit know it; one that has no turn yet may itself wait for others, and so
+     * may one that waits for its GPU, which other GPUs hold up; those that are further know more than one in front
+     */
+    const int may_wait = on_gpu == HR_GPU_OTHER_RANKS || (late >= 0 && on_gpu == HR_GPU_BESIDE);
+    const int periods = silent < 0 && may_wait ? 2 : late < 0;
     char name[HR_NAME_TEXT_BYTES];
     if (late >= 0) {
         (void)hr_node_name_rank(node, late, name, sizeof name);
@@ -247,6 +262,9 @@ static void report_batch(struct hr_lane *lane, int64_t now_ns, int64_t waited_ns
     hr_log(&node->log, HORO_LOG_WARNING, "waiting%s for %s in the middle of an operation for %s s",
            name_team(lane, where), name, hr_seconds(waited_ns, seconds));
     hr_end_show_events(lane->node, HORO_LOG_WARNING);
+    if (node->stall_shutdown_ns > 0 && waited_ns >= node->stall_shutdown_ns + periods * node->stall_warning_ns) {
+        hr_node_abort(node, HORO_ERR_STALLED, late, HR_REASON_STALLED);
+    }
 }
 
 /* ---- Looks ---- */
@@ -272,11 +290,6 @@ static int note_moves(struct hr_lane *lane, int64_t now_ns, int was_stopped) {
         return 1;
     }
     return 0;
-}
-
-int hr_stall_is_moving(struct hr_lane *lane, int64_t now_ns, int64_t within_ns) {
-    return lane->executor.state != HR_EXECUTION_IDLE &&
-           (note_moves(lane, now_ns, 0) || now_ns - lane->stall.moved_ns < within_ns);
 }
 
 /* Reports what has waited too long in a lane; returns when to look again (0: no need). */
@@ -339,6 +352,17 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
     if (engine->drive.expects_others && node->stall_warning_ns > 0) {
         atomic_store_explicit(alive_until_ns, now_ns + node->stall_warning_ns / 2, memory_order_relaxed);
     }
+    uint64_t behind = 0; /* shows the leaders here the oldest call that waits behind a refusal */
+    hr_drive_lock(&engine->drive);
+    const struct hr_request *request = engine->requests.oldest;
+    while (request != NULL && (!request->is_behind || request->refused != 0)) {
+        request = request->newer;
+    }
+    if (request != NULL) {
+        behind = (uint64_t)request->submit_ns * HR_TEAMS_MAX + (uint64_t)request->port->team->number;
+    }
+    atomic_store_explicit(&node->arena.blocks[node->local_rank].behind, behind, memory_order_relaxed);
+    hr_drive_unlock(&engine->drive);
     for (int i = 0; i < engine->lane_count; i++) {
         const int64_t due_ns = check(engine->lanes[i], now_ns, was_stopped);
         next_ns = due_ns != 0 && due_ns < next_ns ? due_ns : next_ns;

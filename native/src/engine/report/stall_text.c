@@ -3,6 +3,59 @@
 
 #include "engine/report/report.h"
 
+/* ---- Names that have waited too long ---- */
+
+/* Calls that ranks here wait for behind a refusal of their own, which is all that has been announced. */
+static void find_behind(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
+    for (int member = 0; member < lane->team->local_size && stalled->count > 0; member++) {
+        const struct hr_arena_block *block = &lane->node->arena.blocks[lane->team->index_of_local[member]];
+        const uint64_t behind = atomic_load_explicit(&block->behind, memory_order_relaxed);
+        const int64_t since_ns = (int64_t)(behind / HR_TEAMS_MAX);
+        if (behind != 0 && (int)(behind % HR_TEAMS_MAX) == lane->team->number &&
+            atomic_load_explicit(&block->alive_until_ns, memory_order_relaxed) >= now_ns &&
+            since_ns < stalled->blocked_ns) {
+            stalled->blocked_ns = since_ns;
+        }
+    }
+}
+
+/*
+ * The first that has not submitted something that holds up others, or anything else: who has not joined may wait itself
+ * for a rank that is late with something else. Local ranks come first, and are known better.
+ */
+static int first_missing(const struct hr_lane *lane, const struct hr_stalled *stalled, int holds_up) {
+    for (int member = 0; member < lane->leader.agree.config.member_count; member++) {
+        for (int i = 0; i < stalled->count; i++) {
+            const struct hr_agree_waiting *name = &stalled->names[i];
+            if (name->holds_up == holds_up && !hr_agree_has(name->announced, member)) {
+                return member;
+            }
+        }
+    }
+    return -1;
+}
+
+void hr_stall_find(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
+    *stalled = (struct hr_stalled){.oldest_ns = now_ns, .blocked_ns = now_ns};
+    stalled->total = hr_agree_list_waiting(&lane->leader.agree, now_ns, lane->node->stall_warning_ns, stalled->names,
+                                           HR_NAMES_IN_TEXT);
+    stalled->count = stalled->total < HR_NAMES_IN_TEXT ? stalled->total : HR_NAMES_IN_TEXT;
+    for (int i = 0; i < stalled->count; i++) {
+        const struct hr_agree_waiting *name = &stalled->names[i];
+        stalled->oldest_ns = name->since_ns < stalled->oldest_ns ? name->since_ns : stalled->oldest_ns;
+        if (name->holds_up && name->since_ns < stalled->blocked_ns) {
+            stalled->blocked_ns = name->since_ns;
+        }
+    }
+    find_behind(lane, now_ns, stalled);
+    int missing = first_missing(lane, stalled, 1);
+    missing = missing < 0 ? first_missing(lane, stalled, 0) : missing;
+    stalled->is_elsewhere = missing >= lane->team->local_size;
+    stalled->culprit = missing < 0 ? -1 : lane->leader.member_ranks[missing];
+}
+
+/* ---- The text of the report ---- */
+
 enum { MEMBERS_MAX = 256 }; /* more are not shown */
 
 #define HAS_JOINED (1u << 31) /* beside the names */

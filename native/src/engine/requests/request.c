@@ -420,6 +420,8 @@ static void remove_name(struct hr_requests *requests, const struct hr_request *r
         if (next != NULL) { /* into the place that has just become free */
             (void)hr_map_insert(&port->names, next->name_hash, next->call.name, next->name_bytes, next);
             next->is_behind = 0;
+            const struct hr_node *node = requests->node;
+            atomic_store_explicit(&node->arena.blocks[node->local_rank].behind, 0, memory_order_relaxed);
             if (next->state == HR_REQUEST_QUEUED) {
                 hr_requests_queue(requests, next);
             }
