@@ -84,10 +84,15 @@ def asynchronous() -> Callable[[], object]:
     return work
 
 
+def layers() -> torch.nn.Module:
+    """64 MiB of parameters, equal on all ranks."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*[torch.nn.Linear(SIDE, SIDE, bias=False) for _ in range(COUNT // SIDE**2)])
+
+
 def step(compression: type[Compressor] | None) -> Callable[[], object]:
     """A training step with 64 MiB of gradients; None: without horo."""
-    torch.manual_seed(0)  # ranks train equal parameters
-    model = torch.nn.Sequential(*[torch.nn.Linear(SIDE, SIDE, bias=False) for _ in range(COUNT // SIDE**2)])
+    model = layers()
     data = torch.zeros(4, SIDE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if compression is not None:
@@ -99,6 +104,27 @@ def step(compression: type[Compressor] | None) -> Callable[[], object]:
         optimizer.step()
 
     return work
+
+
+def sharded(ranks: int) -> int:
+    """What 64 MiB of parameters and Adam's state take here beyond a share of what exists once per host.
+
+    ranks: of the host.
+    """
+    trim()
+    before = own_bytes()
+    model = layers()
+    adam = torch.optim.Adam(model.parameters(), foreach=False)
+    optimizer = hvd.DistributedOptimizer(adam, model, sharding="optimizer")
+    for _ in range(2):
+        model(torch.zeros(4, SIDE)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trim()
+    hvd.barrier()
+    taken = own_bytes() - before
+    hvd.barrier()  # shared memory counts in equal parts while all ranks have it
+    return taken - 3 * BYTES // ranks
 
 
 def check() -> None:
@@ -126,9 +152,14 @@ def main() -> int:
         "training step, bf16": highest(lambda: step(hvd.Compression.bf16)) - plain_step,
     }
     check()
+    beyond_share = sharded(1 if sys.argv[1:] == ["apart"] else hvd.size())
     trim()
     used = own_bytes()
-    at_rest = {"after init": after_init - before, "at rest after use": used - before}
+    at_rest = {
+        "after init": after_init - before,
+        "at rest after use": used - before,
+        "sharded Adam": beyond_share,
+    }
     at_work = {what: value - resident_before for what, value in most.items()}
     say = {"rank": hvd.rank(), "at_rest": at_rest, "at_work": at_work}
     hvd.shutdown()

@@ -7,7 +7,18 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import RankPool, on, one_of
-from small_model import assert_close, gradients_of, made, make_loss, make_model, mean_gradients, sgd, take_step, train
+from small_model import (
+    assert_close,
+    bits_of,
+    gradients_of,
+    made,
+    make_loss,
+    make_model,
+    mean_gradients,
+    sgd,
+    take_step,
+    train,
+)
 
 import horo.torch as hvd
 from horo.torch.engine import runtime
@@ -62,9 +73,10 @@ def test_a_frozen_parameter_that_has_no_checksum_is_passed_over() -> None:
     train(model, optimizer, 0)
 
 
+@pytest.mark.parametrize("sharding", [None, "optimizer"])
 @pytest.mark.parametrize("what", ["state", "options"])
 @on("ranks2_in_most_orders")
-def test_state_or_options_that_one_rank_alone_has_loaded_are_an_error(what: str) -> None:
+def test_state_or_options_that_one_rank_alone_has_loaded_are_an_error(what: str, sharding: str | None) -> None:
     model = make_model()
     adam = torch.optim.Adam(model.parameters(), lr=0.1)
     if hvd.rank() == 0:
@@ -78,7 +90,7 @@ def test_state_or_options_that_one_rank_alone_has_loaded_are_an_error(what: str)
                     parameter.copy_(before)
         else:
             adam.param_groups[0]["lr"] = 0.2
-    optimizer = hvd.DistributedOptimizer(adam, model)
+    optimizer = hvd.DistributedOptimizer(adam, model, sharding=sharding)
     sentence = {
         "state": r"the optimizer's state of parameter '0\.bias': not equal.*broadcast_optimizer_state",
         "options": r"the options of parameter group 0: not equal.*broadcast_optimizer_state",
@@ -354,11 +366,11 @@ def _spoil(model: torch.nn.Module, name: str, value: float) -> Any:
     return dict(model.named_parameters())[name].register_hook(spoiled)
 
 
-@pytest.mark.parametrize("ready", ["backward", "step"])
+@pytest.mark.parametrize("options", [{}, {"gradients_ready": "step"}, {"sharding": "optimizer"}])
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 @on("checking2")
-def test_a_gradient_that_is_not_finite_is_an_error_on_all_ranks(value: float, ready: str) -> None:
-    model, optimizer = made(gradients_ready=ready)
+def test_a_gradient_that_is_not_finite_is_an_error_on_all_ranks(value: float, options: dict[str, Any]) -> None:
+    model, optimizer = made(**options)
     for step in range(4):
         optimizer.zero_grad()
         wanted = mean_gradients(model, 2, step)
@@ -367,8 +379,10 @@ def test_a_gradient_that_is_not_finite_is_an_error_on_all_ranks(value: float, re
         else:
             handles = [_spoil(model, name, value) for name in ("0.weight", "2.bias")] if hvd.rank() == 1 else []
             told = r"gradient of '2\.bias' has a value that is NaN or infinite on rank 1 in step 3 \(2 of 4 "
+            before = bits_of(model)
             with pytest.raises(ValueError, match=told):
                 take_step(model, optimizer, step)
+            assert bits_of(model) == before
             own = [p.grad.isfinite().all().item() for p in model.parameters() if p.grad is not None]
             assert own == ([True] * 4 if hvd.rank() == 0 else [False, True, True, False])
             for handle in handles:

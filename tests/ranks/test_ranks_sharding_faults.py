@@ -227,6 +227,36 @@ def test_no_view_changes_behind_the_error_while_an_owner_is_stopped() -> None:
     assert found[0][1] == found[1][1] == [True, True, None]
 
 
+def test_an_owner_that_dies_tears_the_step_on_its_own_host_alone(tmp_path: Path) -> None:
+    def check(folder: Path) -> Any:
+        model, optimizer = _made()
+        take_steps(model, optimizer, range(STEPS))
+        before = bits_of(model)
+
+        def has_stepped() -> None:
+            (folder / str(hvd.rank())).touch()
+            deadline = time.monotonic() + 50
+            while hvd.rank() == 3 and len(list(folder.iterdir())) < 4 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if hvd.rank() == 3:
+                _kill()
+
+        optimizer.after = has_stepped
+        with pytest.raises(PeerLostError) as caught:
+            take_steps(model, optimizer, range(STEPS, STEPS + 1))
+        return before, bits_of(model), str(caught.value)
+
+    with RankPool(4, ranks_per_host=2) as pool:
+        first, second, third, _ = pool.run_each(check, [(tmp_path,)] * 4, lost=[3])
+    assert first[:2] == second[:2]
+    assert first[0] == third[0] != first[1]
+    for *_, text in (first, second, third):
+        assert re.search(r"^rank 3 ", text), text
+    for *_, text in (first, second):
+        assert "optimizer.step() had been done on this host: all parameters are of the same step" in text, text
+    assert re.search(r"2 of 4 parameters may be half stepped; load a checkpoint or the last commit$", third[2])
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @on("ranks")
 def test_a_step_that_raises_on_one_rank_is_an_error_on_all(error: type[BaseException]) -> None:
