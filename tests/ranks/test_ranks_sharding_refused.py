@@ -108,6 +108,13 @@ class Exchanging(Alone):
         """Does nothing here."""
 
 
+def _coupled_at_0(parameters: Any, lr: float) -> Any:
+    """Its scheduler begins with a learning rate of 0, by which nothing moves yet."""
+    optimizer = Coupled(parameters, lr=lr)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    return optimizer
+
+
 def _lbfgs(parameters: Any, lr: float) -> Any:
     return torch.optim.LBFGS(parameters, lr=lr)
 
@@ -118,6 +125,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "adasum": (torch.optim.SGD, {"op": hvd.Adasum}, "sharding= is not for op=Adasum"),
     "lbfgs": (_lbfgs, {}, r"LBFGS.step\(\) evaluates its closure several times and looks at all gradients together"),
     "coupled": (Coupled, {}, "Coupled steps one by the gradients of others as well"),
+    "coupled in a warm-up": (_coupled_at_0, {}, "Coupled steps one by the gradients of others as well"),
     "estimating": (Estimating, {}, "Estimating steps one by the gradients of others as well"),
     "attributes": (_two_groups, {}, r"all state of a parameter in optimizer\.state; Keeping keeps some elsewhere"),
     "values": (Exchanging, {}, r"Exchanging exchanges the values of parameters in train\(\) and eval\(\)"),

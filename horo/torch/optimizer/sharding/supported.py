@@ -124,6 +124,8 @@ class _Trial:
         groups = []
         for group in model.param_groups:
             options = {key: copy.deepcopy(value) for key, value in group.items() if key not in _NO_OPTIONS}
+            if "initial_lr" in options:  # of a scheduler, which may begin at 0, where nothing moves
+                options["lr"] = options["initial_lr"]
             groups.append({"params": [torch.nn.Parameter(self._drawn(shape)) for shape in _PROBE_SHAPES], **options})
             self.parameters += groups[-1]["params"]
         used = groups[0] if len(groups) == 1 else copy.deepcopy(model.defaults)
