@@ -1,4 +1,4 @@
-"""Builds the cffi binding of the native core: one abi3 extension, linked with libc and nothing else."""
+"""Builds the cffi binding of the native core, and the module of calls: one abi3 extension, linked with libc alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from cffi import FFI
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADERS = [ROOT / "native" / "include" / name for name in ("horo.h", "horo_gpu.h", "horo_log.h", "horo_pairs.h")]
+
+CALLS = ["native/python/calls.c", "native/python/slot.c"]
+"""The module ``horo._calls``, which needs Python's headers."""
 
 COMPILE_FLAGS = [
     "-std=gnu11",
@@ -51,7 +54,7 @@ ffibuilder.cdef("\n".join(declarations(header.read_text(encoding="utf-8")) for h
 ffibuilder.set_source(
     "horo._native",
     "\n".join(f'#include "{header.name}"' for header in HEADERS),
-    sources=sources(),
+    sources=[*sources(), *CALLS],
     depends=headers(),
     include_dirs=["native/include", "native/src"],
     extra_compile_args=[*COMPILE_FLAGS, *HARDENING_FLAGS],

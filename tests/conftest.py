@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # What tests start imports torch at two thirds of the price: startup/sitecustomize.py says how.
 _STARTUP = str(Path(__file__).with_name("startup"))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_STARTUP, os.environ.get("PYTHONPATH")]))
+# Else thousands of processes compile horo again, and each worker all tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # What a program prints behind its last flush must not depend on the machine that runs the tests.
 os.environ.pop("PYTHONUNBUFFERED", None)
 hypothesis.settings.register_profile("horo", deadline=None)  # machines that do other things too make single calls slow
@@ -57,7 +61,12 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: Config, items: list[Item]) -> None:
-    """Of tests with many cases some run; `HORO_ALL_CASES=1`, `-k` and the name of a test take all."""
+    """Of tests with many cases some run; `HORO_ALL_CASES=1`, `-k` and the name of a test take all.
+
+    Tests that may take minutes start first, else the last worker has one alone.
+    """
+    longest = {item: mark.args[0] for item in items if (mark := item.get_closest_marker("timeout")) is not None}
+    items.sort(key=lambda item: longest.get(item, 0) <= 300)
     if os.environ.get("HORO_ALL_CASES") == "1" or config.option.keyword or any("::" in each for each in config.args):
         return
     of_test: dict[str, list[Function]] = {}

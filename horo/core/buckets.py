@@ -32,6 +32,11 @@ class Buckets:
         def finish(self, handle: int) -> None: ...
         def in_progress(self, handle: int) -> bool: ...
 
+    @property
+    def address(self) -> int:
+        """The address of the native context."""
+        return int(ffi.cast("uintptr_t", self._context))
+
     def submit_each(self, buffers: Sequence[RequestBuffer], handles: Any) -> None:
         """Submits requests in their order; never blocks.
 

@@ -132,14 +132,18 @@ class Context(Pairs, Buckets):
         Raises:
             HoroError, BaseException: as ``submit`` and ``wait`` do.
         """
-        if _run(self._context, buffer.request, _SIGNAL_CHECK_MS, buffer.handle_out, _NULL, 0) == _OK:
-            return
+        if _run(self._context, buffer.request, _SIGNAL_CHECK_MS, buffer.handle_out, _NULL, 0) != _OK:
+            self.go_on(buffer)
+
+    def go_on(self, buffer: RequestBuffer) -> None:
+        """The rest of ``run`` where ``horo_run`` has returned another status than HORO_OK."""
         if buffer.last_handle[0] == 0:
             self._submit_again(buffer)
         if buffer.offers:
             self._release_failed(self.wait, buffer.last_handle[0])
         else:
             self.finish(buffer.last_handle[0])
+            buffer.last_handle[0] = 0
 
     def _submit_again(self, buffer: RequestBuffer) -> None:
         """Submits a refused request again with a buffer for the message; the other members get the refusal."""

@@ -159,6 +159,10 @@ class RequestBuffer:
         self.offers = False
         """As the argument of ``fill``."""
 
+    def places(self) -> tuple[int, int]:
+        """The addresses of the request, and of the handle that the core writes."""
+        return self._address, self._address + _HANDLE_AT
+
     @classmethod
     def of(cls, op: int, name: str | None, tensors: Sequence[Tensor] = (), **options: Any) -> RequestBuffer:
         """A request for one call; ``options`` as ``fill`` takes them."""

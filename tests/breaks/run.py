@@ -63,7 +63,7 @@ def renew_copy() -> None:
 def environment() -> dict[str, str]:
     """Of everything that runs in the copy: its own horo comes first, and the compiler is ccache's."""
     path = os.pathsep.join([*([str(CCACHE)] if CCACHE.is_dir() else []), os.environ["PATH"]])
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(COPY), "PYTHONDONTWRITEBYTECODE": "1"}
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(COPY)}
 
 
 def build() -> str:

@@ -20,6 +20,7 @@ import horo.torch.elastic
 import horo.torch.elastic.copies
 import horo.torch.elastic.state
 from horo.bootstrap.elastic import membership
+from horo.errors import UsageError
 
 SAMPLES = 22
 EPOCHS = 2
@@ -39,6 +40,7 @@ class Plan:
     tail: str = "exact"
     is_rich: bool = False
     """Whether there are a batch norm, a scheduler, and a gradient scaler (where torch has one for the CPU), too."""
+    sharding: str | None = None
     awaits: int = 0
     """The number of ranks with which training goes on only once a newcomer is ready."""
 
@@ -82,6 +84,7 @@ class Trainer:
             self.model.named_parameters(),
             gradients_ready=self.plan.gradients_ready,
             backward_passes_per_step=self.plan.passes,
+            sharding=self.plan.sharding,
         )
         tail: Any = self.plan.tail
         self.sampler = horo.torch.elastic.ElasticSampler(range(SAMPLES), tail=tail, batch_size=1)
@@ -97,6 +100,7 @@ class Trainer:
         self.model[0].weight.register_hook(self.in_backward)
         self.dies_before(horo.torch.elastic.copies.Copies, "_views_of", "commit", lambda: self.state.step)
         self.dies_before(horo.torch.elastic.state, "overwrite", "sync", lambda: self.state.step)
+        self.dies_before(sys.modules["torch.optim.adam"], "adam", "inside step", lambda: self.state.step)
         self.dies_before(self.member, "_begin", "init", lambda: self.state.step)
 
     def count_reset(self) -> None:
@@ -161,6 +165,15 @@ def train(folder: str, plan: Plan) -> None:
     torch.set_num_threads(1)
     hvd.init()
     trainer = Trainer(folder, plan)
+    if trainer.member.is_newcomer:
+        assert "horo.bootstrap.job" in sys.modules  # others do not wait until it is imported
+        assert (hvd.rank(), hvd.size()) == (trainer.member.forecast.rank, len(trainer.member.forecast.workers))
+        refused = ""
+        try:
+            hvd.allreduce(torch.ones(1))
+        except UsageError as error:
+            refused = str(error)
+        assert "this process has come to a job that runs already" in refused
     trainer.make()
     digest = horo.torch.elastic.run(trainer.train)(trainer.state)
     result = {

@@ -1,4 +1,4 @@
-"""A worker of an elastic job: counts steps, and shares what it has counted with newcomers.
+"""A worker of an elastic job, without torch: counts steps, and shares what it has counted with newcomers.
 
 Arguments: the number of steps, and ``WORKER:STEP:WHAT`` for each worker that is to do something before a step: ``kill``
 itself, ``hang``, ``leave`` a child behind and kill itself, ``raise``, or ``exit``. ``WORKER:init:kill``: before
@@ -8,6 +8,8 @@ a file of the name in STOP_FILE. Workers leave for others after a multiple of LE
 
 from __future__ import annotations
 
+import array
+import atexit
 import os
 import signal
 import subprocess
@@ -15,11 +17,11 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-
-import horo.torch as hvd
+from horo.bootstrap import job as bootstrap
 from horo.bootstrap.elastic import membership
-from horo.errors import GroupError, MismatchError, NotInitializedError, UsageError
+from horo.bootstrap.running_rank import RunningRank
+from horo.core.context import DTYPES, OPS, REDUCE_OPS, RequestBuffer, Tensor
+from horo.errors import GroupError, MismatchError, NotInitializedError
 
 STEPS = int(sys.argv[1])
 DEEDS = {(int(worker), step): what for worker, step, what in (word.split(":") for word in sys.argv[2:])}
@@ -45,33 +47,51 @@ def do(step: str) -> None:
         raise ValueError("a mistake")
 
 
+jobs: list[RunningRank] = []
+
+
+def begin() -> None:
+    """``init()`` in a generation."""
+    jobs.append(bootstrap.start(threads=1))
+
+
+def end() -> None:
+    """``shutdown()``."""
+    for job in jobs:
+        job.close()
+    jobs.clear()
+
+
+def highest(name: str, *own: int) -> list[int]:
+    """The highest that any rank has, of each number."""
+    values = array.array("q", own)
+    tensor = Tensor(values.buffer_info()[0], values.buffer_info()[0], (len(own),), DTYPES["int64"])
+    request = RequestBuffer.of(OPS["allreduce"], name, [tensor], reduce_op=REDUCE_OPS["max"])
+    jobs[0].context.finish(jobs[0].context.submit(request))
+    return values.tolist()
+
+
 do("init")
-hvd.init()
-if member.is_newcomer:
-    assert "horo.bootstrap.job" in sys.modules  # others do not wait until it is imported
-    print(f"forecast {member.worker} {hvd.rank()} {hvd.size()}", flush=True)
-    try:
-        hvd.allreduce(torch.ones(1))
-    except UsageError as error:
-        print(f"refused: {error}", flush=True)
+atexit.register(end)
+member.begin_with(begin, end)
+if not member.is_newcomer:
+    member.join()
 do("made")
-count = torch.zeros(1, dtype=torch.int64)
+count = [0]
 
 
 def train() -> bool:
     """Steps until all are done (True), or workers are to join."""
-    counts = hvd.allgather(count, name="counts")
-    count.copy_(hvd.broadcast(count, int(counts.argmax()), name="sync"))
-    member.committed(int(count))
-    print(f"worker {member.worker} is {hvd.rank()} of {hvd.size()} at {int(count)}", flush=True)
-    while int(count) < STEPS:
-        do(str(int(count)))
-        count.add_(hvd.allreduce(torch.ones(1, dtype=torch.int64), op=hvd.Max, name="step"))
-        member.committed(int(count))
+    count[:] = highest("sync", *count)
+    member.committed(count[0])
+    print(f"worker {member.worker} is {jobs[0].rank} of {jobs[0].size} at {count[0]}", flush=True)
+    while count[0] < STEPS:
+        do(str(count[0]))
+        count[0] += highest("step", 1)[0]
+        member.committed(count[0])
         time.sleep(0.02)
-        seen = torch.tensor([1 if member.change() else 0, 1 if STOP.is_file() else 0])
-        is_changed, is_over = hvd.allreduce(seen, op=hvd.Max, name="seen").tolist()
-        if (is_changed and int(count) % LEAVE_EVERY == 0) or is_over:
+        is_changed, is_over = highest("seen", bool(member.change()), STOP.is_file())
+        if (is_changed and count[0] % LEAVE_EVERY == 0) or is_over:
             return bool(is_over)
     return True
 
@@ -81,6 +101,7 @@ while True:
         member.join()
         if train():
             member.done()
+            end()  # it returns once the others have the last step, too
             do("done")
             break
         member.leave(None)
@@ -89,4 +110,4 @@ while True:
     except GroupError as error:
         print(f"error {member.worker} {type(error).__name__}", flush=True)
         member.leave(error)
-print(f"end {member.worker} {int(count)}", flush=True)
+print(f"end {member.worker} {count[0]}", flush=True)

@@ -45,8 +45,6 @@ def test_a_killed_rank_0_is_replaced_and_the_others_go_on(elastic: Elastic) -> N
     assert ends(out) == {1: 40, 2: 40, 3: 40}
     assert "worker 1 is 0 of 3 at 10" in out
     assert "worker 3 is 2 of 3 at 10" in out
-    assert "forecast 3 2 3" in out
-    assert "refused: this process has come to a job that runs already" in out
     assert "hororun: worker 0 (rank 0) was killed by SIGKILL" in err
     assert "the last events on this rank" not in err
     assert "hororun: 2 generations of workers 0-3; training stood still for" in err

@@ -84,11 +84,22 @@ def test_a_rank_goes_on_alone_when_the_next_rank_0_dies_in_init(hororun: Hororun
     goes_on(hororun, tmp_path, deaths, ("-np", "3", "--min-np", "1"), {2})
 
 
+def test_a_sharded_job_goes_on_with_fewer_ranks_when_one_dies_while_owners_write(
+    hororun: Hororun, tmp_path: Path
+) -> None:
+    goes_on(hororun, tmp_path, {1: (6, "inside step")}, ("-np", "3", "--min-np", "1"), {0, 2}, sharding="optimizer")
+
+
 def goes_on(
-    hororun: Hororun, tmp_path: Path, deaths: dict[int, tuple[int, str]], words: tuple[str, ...], left: set[int]
+    hororun: Hororun,
+    tmp_path: Path,
+    deaths: dict[int, tuple[int, str]],
+    words: tuple[str, ...],
+    left: set[int],
+    **options: Any,
 ) -> None:
     """A job, begun anew from its last commit by those that are left, perhaps with newcomers."""
-    plan = {"deaths": deaths, "every": 4}
+    plan = {"deaths": deaths, "every": 4, **options}
     places = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
     job = hororun.start(*words, TRAINING, str(tmp_path), json.dumps(plan), environment=places)
     done = job.finish(PATIENCE_S)

@@ -1,12 +1,15 @@
 """Requests with a timeout: the group ends on all ranks, and the error names the operation and who has not called it."""
 
+import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from fabric import make_team_links
 from ranks import Group, Rank, run_ranks, run_script, wait_for
 
 from horo.errors import TimeoutError
@@ -84,6 +87,29 @@ def test_the_earliest_of_several_counts() -> None:
 
     for text in run_ranks(body, [2], log_level=5):
         assert re.match(rf"rank 1 \(host0\) has not called barrier 'c' {WITHIN}", text)
+
+
+def test_a_stall_of_which_nobody_knows_the_cause_holds_up_no_timeout() -> None:
+    """Data links of the set lead nowhere, so that its members wait for one another, with patience."""
+    links = make_team_links([0, 1, 2], [0, 1, 2])
+    nowhere = [socket.socketpair() for fds in links.values() for fd in fds["data_fds"] if fd >= 0]
+    for (end, _), fd in zip(nowhere, [fd for fds in links.values() for fd in fds["data_fds"] if fd >= 0], strict=True):
+        os.dup2(end.fileno(), fd, inheritable=False)
+
+    def body(rank: Rank) -> str:
+        team = rank.context.add_team([0, 1, 2], **links[rank.rank])
+        array = np.ones(100_000)
+        rank.submit("allreduce", "stalls", [array], team=team, reduce_op=1)
+        if rank.rank == 2:
+            wait_for(lambda: rank.context.health() is not None)
+            return str(rank.context.health())
+        return fails(rank)
+
+    for text in run_ranks(body, [1, 1, 1], log_level=5, stall_warning_ms=60_000, stall_shutdown_ms=200):
+        assert re.match(f"rank 2 \\(host2\\) has not called barrier 'x' {WITHIN}", text), text
+    for ends in nowhere:
+        for end in ends:
+            end.close()
 
 
 NOT_CALLED = {"receive": "send to rank 0, tag 7", "send": "receive from rank 0, tag 7"}

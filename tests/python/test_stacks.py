@@ -228,7 +228,7 @@ INTERRUPTIONS = {
         "hvd.init()\n"
         "class Kept(dict):\n"
         "    def setdefault(self, key, value): self.setdefault = super().setdefault; interrupt()\n"
-        "_runtime.current().request_cache._kept = Kept()\n"
+        "_runtime.current().request_cache.kept = Kept()\n"
         "hvd.allreduce(torch.ones(1), name='x')",
     ),
 }

@@ -142,8 +142,8 @@ RAISES, EXITS = "raise ValueError('bad sample in shard 7')", "sys.exit(7)"
 
 @pytest.mark.parametrize(
     ("end", "answer", "code"),
-    [(RAISES, "raise", "1"), (RAISES, "rank.close(); raise", "1"), (EXITS, "rank.close(); sys.exit(9)", "7")],
-    ids=["an exception", "its victim leaves the job first", "sys.exit, and its victim has a code of its own"],
+    [(RAISES, "rank.close(); raise", "1"), (EXITS, "rank.close(); sys.exit(9)", "7")],
+    ids=["an exception, and its victim leaves the job first", "sys.exit, and its victim has a code of its own"],
 )
 def test_the_rank_that_is_the_cause_is_the_first_failure(tmp_path: Path, end: str, answer: str, code: str) -> None:
     script = tmp_path / "train.py"

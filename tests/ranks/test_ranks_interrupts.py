@@ -26,9 +26,11 @@ def _interrupted(call: Callable[[], Any], at: int) -> bool:
     """
     left = -1
 
-    def look(_frame: Any, event: str, what: Any) -> None:
+    def look(frame: Any, event: str, what: Any) -> None:
         nonlocal left
-        if event == "c_return" and what.__name__ in {"horo_submit", "horo_run"}:
+        if (event == "c_return" and what.__name__ == "horo_submit") or (
+            left < 0 and event == "call" and frame.f_code is _runtime.Runtime.go_on.__code__
+        ):
             left = at
         elif left < 0 or event not in {"call", "c_return"}:
             return

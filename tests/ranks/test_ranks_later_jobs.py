@@ -28,6 +28,22 @@ def again() -> None:
 
 
 @on("idle2")
+def test_a_call_that_came_again_in_a_job_comes_again_in_the_next_one() -> None:
+    def call() -> None:
+        for _ in range(3):
+            assert hvd.allreduce_(torch.ones(2), op=hvd.Sum, name="again").tolist() == [2.0, 2.0]
+
+    hvd.init()
+    call()
+    again()
+    call()
+    hvd.barrier()
+    hvd.shutdown()
+    with pytest.raises(hvd.NotInitializedError):
+        call()
+
+
+@on("idle2")
 def test_an_optimizer_goes_on_after_shutdown_and_init_beside_a_new_one() -> None:
     hvd.init()
     model, optimizer = made()

@@ -160,6 +160,7 @@ def test_each_thread_may_call_init_or_shutdown_when_its_operation_has_failed(cal
 @on("ranks2")
 def test_a_forked_child_gets_a_clear_error_and_leaves_the_parent_intact() -> None:
     pending = hvd.allreduce_async(torch.ones(100), name="before")
+    hvd.allreduce(torch.ones(1))  # so that the child's is no first one
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

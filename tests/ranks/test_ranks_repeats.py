@@ -20,7 +20,10 @@ from rank_pool import on
 
 import horo.torch as hvd
 from horo.core import context
-from horo.torch.engine import request_cache, runtime
+from horo.core.calls import know_torch
+from horo.torch.compat.profiler import profiling
+from horo.torch.compat.torch_private import exchange_table
+from horo.torch.engine import operation, request_cache, runtime
 from horo.torch.engine.request import Request
 
 
@@ -52,6 +55,73 @@ def test_the_memory_of_each_call_is_used_and_no_other() -> None:
             assert other.tolist() == [total if index <= turn else float(hvd.rank())] * 5
     outputs = [hvd.allreduce(tensors[0], op=hvd.Sum, name="out") for _ in range(3)]
     assert len({tensor.data_ptr() for tensor in [tensors[0], *outputs]}) == 4
+
+
+CHANGES: list[Callable[[torch.Tensor], Any]] = [
+    lambda _: None,
+    lambda tensor: tensor.resize_(6).fill_(2.0),
+    lambda tensor: tensor.set_(torch.full((2, 4), 3.0)[:, ::2]),
+    lambda tensor: tensor.set_(torch.full((3,), 4.0).untyped_storage(), 1, (2,)),
+    lambda tensor: setattr(tensor, "data", torch.full((2,), 5.0, dtype=torch.float64)),
+    lambda tensor: setattr(tensor, "data", torch.full((2,), 6, dtype=torch.int64)),
+    lambda tensor: setattr(tensor, "data", torch.tensor([1 - 7j]).conj().imag),  # negated when it is read
+    lambda tensor: setattr(tensor, "data", torch.tensor([8.0])),
+    lambda tensor: tensor.requires_grad_(),
+]
+
+
+@on("ranks2")
+@pytest.mark.parametrize("has_table", [True, False])
+def test_a_tensor_may_change_between_two_calls(has_table: bool) -> None:
+    """Also where this torch has no table of functions for C."""
+    table = exchange_table() if has_table else None
+    know_torch(torch.Tensor, table, profiling, operation.count_change)
+    try:
+        tensor, out = torch.full((2,), 1.0), torch.empty(2)
+        for change in [*CHANGES[:-1], *CHANGES]:
+            change(tensor)
+            own = tensor.detach().clone().resolve_neg()
+            for _ in range(4):
+                with torch.no_grad():
+                    assert torch.equal(hvd.allreduce(tensor, op=hvd.Sum, name="new"), own * 2)
+                    assert torch.equal(hvd.allreduce_(tensor, op=hvd.Max, name="own"), own)
+                    assert torch.equal(hvd.allgather(tensor, name="rows"), torch.cat([own, own]))
+                    if tensor.shape == out.shape and tensor.dtype == out.dtype:
+                        assert torch.equal(hvd.broadcast(tensor, 1, name="out", out=out.zero_()), own)
+                        assert hvd.broadcast(tensor, 1, name="out", out=tensor) is tensor
+            assert torch.equal(tensor, own)
+    finally:
+        know_torch(torch.Tensor, exchange_table(), profiling, operation.count_change)
+
+
+REPEATED: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "allreduce_": lambda x, _: hvd.allreduce_(x, name="cut"),
+    "allreduce_async_": lambda x, _: hvd.synchronize(hvd.allreduce_async_(x, name="cut")),
+    "allreduce": lambda x, _: hvd.allreduce(x, name="cut"),
+    "grouped_allreduce_": lambda x, y: hvd.grouped_allreduce_([x, y], name="cut"),
+    "broadcast": lambda x, y: hvd.broadcast(x, 0, name="cut", out=y),
+    "reducescatter": lambda x, y: hvd.reducescatter(x, name="cut", out=y),
+    "allgather": lambda x, y: hvd.allgather(x, name="cut", out=y),
+    "alltoall": lambda x, y: hvd.alltoall(x, name="cut", out=y),
+}
+
+
+@on("ranks")
+@pytest.mark.parametrize("kind", REPEATED)
+def test_a_tensor_whose_storage_was_cut_between_two_calls_is_refused(kind: str) -> None:
+    """The memory behind it is another's: as many calls before it as make any of them quick."""
+    call = REPEATED[kind]
+    counts = [3 * hvd.size(), 3 * hvd.size()]
+    if kind in {"allgather", "reducescatter"}:
+        counts[kind == "reducescatter"] = 3
+    for cut in range(1 if kind.startswith("allreduce") else 2):
+        tensors = [torch.ones(2, count)[1] for count in counts]  # at the end of their storages
+        for _ in range(4):
+            call(*tensors)
+        tensors[cut].untyped_storage().resize_(8 * counts[cut] - 4)
+        with pytest.raises(hvd.UnsupportedError, match="bytes, and its storage has"):
+            call(*tensors)
+        hvd.barrier()
 
 
 @on("ranks")
@@ -180,7 +250,7 @@ def test_more_names_than_are_kept_go_on_working() -> None:
             assert all(t.item() == 1 for t in hvd.grouped_allreduce(group, op=hvd.Max, name="few"))
             result = hvd.grouped_allreduce(many, op=hvd.Max, name="too many")
             assert [t.item() for t in result] == list(range(410))
-        assert 0 < len(cache._kept) < 40
+        assert 0 < len(cache.kept) < 40
 
 
 @on("ranks2_always")

@@ -21,7 +21,7 @@ from rank_pool import RankPool, on, on_own
 from small_model import bits_of, make_loss, make_model, take_steps
 
 import horo.torch as hvd
-from horo.errors import AbortedError, PeerLostError, UsageError
+from horo.errors import AbortedError, PeerLostError, StalledError, UsageError
 from horo.torch.optimizer.sharding.meeting import Meeting
 from horo.torch.optimizer.sharding.placement import ParameterPlacement
 from horo.torch.optimizer.sharding.state import StatePlacement
@@ -180,6 +180,33 @@ def test_the_others_wait_for_an_owner_that_is_stopped_in_the_window(when: str) -
         thread.join()
 
 
+@pytest.mark.parametrize("where", ["entry", "exit"])
+def test_an_owner_that_stays_stopped_outside_the_window_ends_the_others_wait(where: str) -> None:
+    def check(where: str) -> Any:
+        model, optimizer = _made()
+        plain, its = _made(None)
+        for trained, using in ((model, optimizer), (plain, its)):
+            take_steps(trained, using, range(STEPS + (where == "exit" and trained is plain)))
+        optimizer.zero_grad()
+        make_loss(model, hvd.rank(), STEPS).backward()
+        if hvd.rank() == 1:
+            if where == "entry":
+                _stop()
+            _calls(Meeting, "meet", lambda what, *_: _stop() if what == where else None)
+        with pytest.raises(StalledError) as caught:
+            optimizer.step()
+        assert bits_of(model) == bits_of(plain)
+        assert len(optimizer.state_dict()["state"]) == 4
+        return str(caught.value)
+
+    with RankPool(
+        2, environment={"HORO_STALL_CHECK_TIME_SECONDS": "2", "HORO_STALL_SHUTDOWN_TIME_SECONDS": "10"}
+    ) as pool:
+        text = pool.run_each(check, [(where,)] * 2, lost=[1])[0]
+    assert re.search("rank 1", text), text
+    assert ("optimizer.step() had been done on this host: all parameters" in text) == (where == "exit"), text
+
+
 def test_no_view_changes_behind_the_error_while_an_owner_is_stopped() -> None:
     def check() -> Any:
         model, optimizer = _made()
@@ -230,8 +257,11 @@ def test_a_step_that_raises_on_one_rank_is_an_error_on_all(error: type[BaseExcep
     for call in (optimizer.step, optimizer.state_dict):
         with pytest.raises(UsageError, match=rf"may be of two steps, since rank {last}: .* of this rank; load a state"):
             call()
-    model.load_state_dict(copy.deepcopy(plain.state_dict()))
-    optimizer.load_state_dict(copy.deepcopy(its.state_dict()))
+    if hvd.rank() == 0:
+        model.load_state_dict(copy.deepcopy(plain.state_dict()))
+        optimizer.load_state_dict(copy.deepcopy(its.state_dict()))
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    hvd.broadcast_optimizer_state(optimizer, 0)
     for trained, using in ((model, optimizer), (plain, its)):
         take_steps(trained, using, range(3, 6))
     assert bits_of(model) == bits_of(plain)
@@ -239,7 +269,7 @@ def test_a_step_that_raises_on_one_rank_is_an_error_on_all(error: type[BaseExcep
 
 @pytest.mark.parametrize("where", ["entry", "exit"])
 def test_ctrl_c_while_a_rank_meets_the_others(where: str, tmp_path: Path) -> None:
-    def check(flag: Path) -> None:
+    def check(flag: Path, written: Path) -> None:
         model, optimizer = _made()
         plain, its = _made(None)
         for trained, using in ((model, optimizer), (plain, its)):
@@ -247,15 +277,21 @@ def test_ctrl_c_while_a_rank_meets_the_others(where: str, tmp_path: Path) -> Non
         optimizer.zero_grad()
         make_loss(model, hvd.rank(), STEPS).backward()
 
-        def wait() -> None:
+        def wait(file: Path) -> None:
             deadline = time.monotonic() + 50
-            while not flag.exists() and time.monotonic() < deadline:
+            while not file.exists() and time.monotonic() < deadline:
                 time.sleep(0.01)
 
         if hvd.rank() == 1:
             met: list[str] = []
+            looks: list[bool] = []
             _calls(Meeting, "meet", lambda what, *_: met.append(what))
-            interrupt(optimizer.step, KeyboardInterrupt, lambda: where in met)
+
+            def is_waiting() -> bool:
+                looks.append(where in met)
+                return sum(looks) > 1  # at the first look it may be on its way
+
+            interrupt(optimizer.step, KeyboardInterrupt, is_waiting)
             flag.touch()
             why = "KeyboardInterrupt ended a step of this rank while it met the others"
             with pytest.raises(UsageError, match=rf"^optimizer.state_dict\(\): parameters may be of two st.* {why};"):
@@ -263,14 +299,17 @@ def test_ctrl_c_while_a_rank_meets_the_others(where: str, tmp_path: Path) -> Non
             optimizer.load_state_dict(copy.deepcopy(its.state_dict()))
             with pytest.raises(UsageError, match=rf"^optimizer.step\(\): {why}, who are in another step now; call hvd"):
                 optimizer.step()
+            wait(written)  # the others have done their part: now this rank leaves them
         elif where == "exit":
-            optimizer.after = wait
+            optimizer.after = lambda: wait(flag)
             optimizer.step()
-            optimizer.after = None
+            written.touch()
         else:
-            wait()
+            wait(flag)
+            optimizer.after = written.touch
             with pytest.raises(AbortedError, match=r"rank 1 .* 2 of 4 parameters may be half stepped; load"):
                 optimizer.step()
+        optimizer.after = None
         hvd.shutdown()
         hvd.init()
         model.load_state_dict(copy.deepcopy(plain.state_dict()))
@@ -280,7 +319,7 @@ def test_ctrl_c_while_a_rank_meets_the_others(where: str, tmp_path: Path) -> Non
         assert bits_of(model) == bits_of(plain)
 
     with RankPool(2) as pool:
-        pool.run(check, tmp_path / "interrupted")
+        pool.run(check, tmp_path / "interrupted", tmp_path / "written")
 
 
 @on("ranks")

@@ -21,11 +21,11 @@ def rows_in(stdout: str) -> list[tuple[str, ...]]:
     return [found.groups() for line in stdout.splitlines() if (found := LINE.fullmatch(line))]
 
 
-def test_all_operations_are_measured_and_a_job_stands_beside(hororun: Hororun, where: str, tmp_path: Path) -> None:
+def test_all_operations_are_measured_and_a_job_stands_beside(hororun: Hororun, tmp_path: Path) -> None:
     training = {"step": {"moving": 0.25}, "traffic": {"bytes": 4096.0, "batches": 2.0}}
     (tmp_path / "r.json").write_text(json.dumps({"training": training}))
     words = ("--max", "2K", "--factor", "64", "--iterations", "3", "--dtype", "bfloat16", "--beside", "r.json")
-    done = hororun.start("-np", "3", "--bench", "--", *words, where=where, cwd=tmp_path).finish(3 * TORCH_S)
+    done = hororun.start("-np", "3", "--bench", "--", *words, cwd=tmp_path).finish(3 * TORCH_S)
     assert (done.returncode, done.stderr) == (0, "")
     rows = rows_in(done.stdout)
     assert [name for name, *_ in rows] == [name for name in OPERATIONS for _ in range(2)]

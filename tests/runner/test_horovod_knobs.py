@@ -119,14 +119,13 @@ print(*(f"{settings[name]:.15g} from {settings.source(name)}" for name in names)
 """
 
 
-def test_a_rank_knows_where_each_setting_comes_from(hororun: Hororun, where: str, tmp_path: Path) -> None:
+def test_a_rank_knows_where_each_setting_comes_from(hororun: Hororun, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SHOWS)
     (tmp_path / "job.yaml").write_text("params: {cycle_time_ms: 2}\noptions: {spin_us: 7, peer_timeout: 8}\n")
     options = "--no-prefix -np 2 --config-file job.yaml --fusion-threshold-mb 1 --peer-timeout 9"
     environment = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "30", "HORO_CYCLE_TIME": "9"}
-    done = hororun.start(*options.split(), "train.py", where=where, cwd=tmp_path, environment=environment).finish(
-        TORCH_S
-    )
+    job = hororun.start(*options.split(), "train.py", where="one:1,two:1", cwd=tmp_path, environment=environment)
+    done = job.finish(TORCH_S)
     assert (done.returncode, done.stderr) == (0, "")
     line = (
         "2 from file job.yaml; 7 from file job.yaml; 5 from init(); 1048576 from hororun --fusion-threshold-mb; "

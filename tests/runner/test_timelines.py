@@ -52,10 +52,10 @@ def test_marks_without_a_timeline_are_refused_or_in_a_script_of_horovods_passed_
     assert "HORO_TIMELINE_MARK_CYCLES" not in job.exports  # else the ranks would say it once more
 
 
-def test_rank_0_writes_the_file_where_hororun_was_called(hororun: Hororun, where: str, tmp_path: Path) -> None:
+def test_rank_0_writes_the_file_where_hororun_was_called(hororun: Hororun, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     words = ["-np", "2", "--timeline-filename", "t.json", "--timeline-mark-cycles", "train.py"]
-    done = hororun.start(*words, where=where, cwd=tmp_path).finish()
+    done = hororun.start(*words, cwd=tmp_path).finish()
     assert (done.returncode, done.stderr) == (0, "")
     events = parse_timeline(tmp_path / "t.json")
     assert rows_of(events)["allreduce.t3"] == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE", "  SHM_ALLREDUCE"] * 50
@@ -63,18 +63,19 @@ def test_rank_0_writes_the_file_where_hororun_was_called(hororun: Hororun, where
     assert [path.name for path in tmp_path.iterdir() if "json" in path.name] == ["t.json"]
 
 
-def test_the_timelines_of_all_ranks_are_merged_at_the_end(hororun: Hororun, where: str, tmp_path: Path) -> None:
-    for fails in (0, 1):
-        (tmp_path / "train.py").write_text(f"{TRAIN}\nraise SystemExit({fails} * 7)\n")
-        words = ["-np", "2", "--timeline-filename", "t-{rank}.json", "--timeline-merge", "all.json", "train.py"]
-        done = hororun.start(*words, where=where, cwd=tmp_path).finish()
-        assert done.returncode == fails * 7
-        (said,) = (line for line in done.stderr.splitlines() if "all.json" in line)
-        assert re.fullmatch(r"hororun: all\.json: 2 ranks, \d+ events(, \d+ arrows to ranks that waited: .*)?", said)
-        assert fails or done.stderr.count("\n") == 1
-        events = parse_timeline(tmp_path / "all.json")
-        assert sum(each["ph"] == "B" and each["name"] == "SHM_ALLREDUCE" for each in events) == 400
-        (tmp_path / "all.json").unlink()
+@pytest.mark.parametrize(("where", "code"), [("localhost:2", 7), ("one:1,two:1", 0)])
+def test_the_timelines_of_all_ranks_are_merged_at_the_end(
+    hororun: Hororun, where: str, code: int, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(f"{TRAIN}\nraise SystemExit({code})\n")
+    words = ["-np", "2", "--timeline-filename", "t-{rank}.json", "--timeline-merge", "all.json", "train.py"]
+    done = hororun.start(*words, where=where, cwd=tmp_path).finish()
+    assert done.returncode == code
+    (said,) = (line for line in done.stderr.splitlines() if "all.json" in line)
+    assert re.fullmatch(r"hororun: all\.json: 2 ranks, \d+ events(, \d+ arrows to ranks that waited: .*)?", said)
+    assert code or done.stderr.count("\n") == 1
+    events = parse_timeline(tmp_path / "all.json")
+    assert sum(each["ph"] == "B" and each["name"] == "SHM_ALLREDUCE" for each in events) == 400
 
 
 ENDS = {

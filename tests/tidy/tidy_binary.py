@@ -3,8 +3,10 @@
 import re
 
 # cffi writes its own tables; __cpu_* is gcc's note of what the processor can do; the others belong to the C runtime.
+# Those of native/python are Python's, which takes no constants.
 _KNOWN_VARIABLES = re.compile(
     r"_cffi_\w+|__cpu_\w+|completed\.\d+|__dso_handle|__TMC_END__|_edata|_end|__bss_start|__data_start"
+    r"|(?:slot|caller)_\w+"
 )
 _LIBRARIES = re.compile(r"libc\.so\.\d+|libpthread\.so\.\d+|libdl\.so\.\d+|ld-linux[\w-]*\.so\.\d+|libm\.so\.\d+")
 
@@ -22,13 +24,13 @@ def mutable_variables(sections: str, symbols: str) -> list[str]:
 
 
 def stray_exports(dynamic_symbols: str, header: str) -> list[str]:
-    """What the extension exports beyond its init function and the functions of horo.h (``readelf --dyn-syms -W``)."""
+    """What the extension exports beyond its init functions and the functions of horo.h (``readelf --dyn-syms -W``)."""
     pattern = r"^\s*\d+:\s+\w+\s+\w+\s+\w+\s+(?:GLOBAL|WEAK|UNIQUE)\s+DEFAULT\s+(\d+)\s+(\S+)"
     exported = {name for _, name in re.findall(pattern, dynamic_symbols, flags=re.MULTILINE)}
     public = set(re.findall(r"^HORO_API\b[^;(]*?(\w+)\(", header, flags=re.MULTILINE))
     if not public:
         raise ValueError("found no HORO_API function in the header")
-    return sorted(exported - public - {"PyInit__native"})
+    return sorted(exported - public - {"PyInit__native", "PyInit__calls"})
 
 
 def foreign_libraries(dynamic_section: str) -> list[str]:

@@ -39,6 +39,7 @@ group2, group3, group2_on_hosts = _group(2), _group(3), _group(2, ranks_per_host
 fresh_group2, fresh_group3 = _group(2, "function"), _group(3, "function")
 fresh_group4, fresh_group8 = _group(4, "function"), _group(8, "function")
 group = one_of("group2", "group3", "group2_on_hosts")
+impatient_group2 = _group(2, "function", HORO_DEADLOCK_TIME_SECONDS="0.4")
 warned_group2 = _group(2, "function", HORO_STALL_CHECK_TIME_SECONDS="1")
 warned_group2_on_hosts = _group(2, "function", ranks_per_host=1, HORO_STALL_CHECK_TIME_SECONDS="1")
 warned_group = one_of("warned_group2", "warned_group2_on_hosts")

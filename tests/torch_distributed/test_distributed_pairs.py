@@ -129,7 +129,7 @@ def test_a_difference_is_told_to_both() -> None:
         ("all_reduce", "has a rank fewer batches"),
     ],
 )
-@on("fresh_group2")
+@on("impatient_group2")
 def test_two_that_wait_for_each_other_are_told(call: str, advice: str) -> None:
     rank, tensor = dist.get_rank(), torch.zeros(1)
     told = rf"rank 0 waits for .*, rank 1 for '(receive from|send to) rank 0, tag 0' \(.*:\d+\); .*{advice}"

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rank_pool import on
 
 from horo.core import context
-from horo.errors import NotInitializedError, PeerLostError
+from horo.errors import NotInitializedError, PeerLostError, UnsupportedError
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -88,6 +88,20 @@ def test_what_is_not_plain_is_no_repetition() -> None:
         sparse = torch.sparse_coo_tensor([[rank]], [values + 1.0], (4,), check_invariants=True)
         dist.all_reduce(sparse)
         assert sparse.to_dense().sum() == size * (values + 1.0)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@on("group2")
+def test_a_tensor_whose_storage_was_cut_between_two_calls_is_refused(is_async: bool) -> None:
+    for cut in range(2):
+        tensors = [torch.ones(2, 6)[1], torch.ones(2, 6)[1]]  # at the end of their storages
+        for _ in range(3):
+            work = dist.all_to_all_single(*tensors, async_op=is_async)
+            assert work is None or work.wait()
+        tensors[cut].untyped_storage().resize_(44)
+        with pytest.raises(UnsupportedError, match="bytes, and its storage has"):
+            dist.all_to_all_single(*tensors, async_op=is_async)
+        dist.barrier()
 
 
 @on("group")

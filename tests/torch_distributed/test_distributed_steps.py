@@ -34,7 +34,7 @@ if sys.argv[1] == "ends":
 """
 
 
-@pytest.mark.parametrize("end", ["ends", "leaves", "killed"])
+@pytest.mark.parametrize("end", ["ends", "killed"])
 def test_ddp_has_a_card_with_what_was_measured(hororun: Hororun, tmp_path: Path, end: str) -> None:
     script, report = tmp_path / "train.py", tmp_path / "report.json"
     script.write_text(DDP)

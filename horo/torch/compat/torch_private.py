@@ -26,6 +26,7 @@ __all__ = [
     "code_of_hooked_step",
     "end_event",
     "end_event_with",
+    "exchange_table",
     "fail_future",
     "forgets_works",
     "has_step_hooks",
@@ -144,6 +145,11 @@ def _count_singly(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         if not tensor.is_inference():
             increment_version(tensor)
+
+
+def exchange_table() -> Any:
+    """DLPack's table of functions by which C reads a tensor without Python; None: this torch has none."""
+    return getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 
 def transform_finder() -> Callable[[Any], bool]:

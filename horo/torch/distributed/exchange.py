@@ -21,7 +21,7 @@ from horo.torch.distributed.connection import close_job
 from horo.torch.distributed.recorded import recorded
 from horo.torch.distributed.reduction import Reduction
 from horo.torch.distributed.work import DONE, HoroWork, Pending, done
-from horo.torch.engine.operation import DTYPES, check_tensor, count_change
+from horo.torch.engine.operation import DTYPES, check_tensor, count_change, has_all_memory
 from horo.torch.engine.results import Gathered, gathered
 
 __all__ = ["Exchange", "GroupCall", "writable"]
@@ -385,6 +385,7 @@ def _address(tensor: torch.Tensor) -> int:
         and tensor.is_contiguous()
         and not tensor.is_neg()
         and not tensor.is_nested
+        and has_all_memory(tensor)
     ):
         return tensor.data_ptr()
     return 0
@@ -405,7 +406,8 @@ def writable(tensor: torch.Tensor, what: str, *, reduced: bool = False) -> torch
     Raises:
         UsageError, UnsupportedError: the core cannot work on it; ``what`` is the operation.
     """
-    if tensor.dtype not in DTYPES or not tensor.is_cpu or not tensor.is_contiguous() or tensor.numel() == 0:
+    is_plain = tensor.dtype in DTYPES and tensor.is_cpu and tensor.is_contiguous() and tensor.numel() > 0
+    if not is_plain or not has_all_memory(tensor):
         check_tensor(tensor, what, reduced=reduced)
         if not tensor.is_cpu:
             raise UnsupportedError(

@@ -19,7 +19,7 @@ from horo.torch.distributed.exchange import Exchange, GroupCall, writable
 from horo.torch.distributed.other_devices import OtherDevices, by_device, is_for_horo
 from horo.torch.distributed.reduction import Reduction, key_of, reduction_of
 from horo.torch.distributed.sparse import check_sum, entries_of, put_together
-from horo.torch.engine.operation import check_tensor
+from horo.torch.engine.operation import check_tensor, has_all_memory
 
 __all__ = ["HoroProcessGroup"]
 
@@ -172,7 +172,7 @@ class HoroProcessGroup(_Base):  # type: ignore[misc]
         opts = opts or torch_distributed.ReduceScatterOptions()
         _check_parts(outputs, inputs, self._size, what)
         sources = [writable(each, what, reduced=True) for each in inputs]
-        targets = [_memory(each) for each in outputs]
+        targets = [_memory(each, what) for each in outputs]
         call = GroupCall(
             "reducescatter",
             sources,
@@ -248,7 +248,7 @@ class HoroProcessGroup(_Base):  # type: ignore[misc]
     ) -> Any:
         _check_parts(inputs, outputs, self._size, "all_gather_into_tensor")
         sources = [writable(each, "all_gather_into_tensor") for each in inputs]
-        targets = [_memory(each) for each in outputs]
+        targets = [_memory(each, "all_gather_into_tensor") for each in outputs]
         call = GroupCall("allgather", sources, targets, outputs, _copies(outputs, targets), key=key)
         return self._exchange.do(call, opts)
 
@@ -272,7 +272,7 @@ class HoroProcessGroup(_Base):  # type: ignore[misc]
             others = self.other_devices.group(output.device)
             return others.all_to_all_single(output, input, output_splits, input_splits, opts)
         what = "all_to_all_single"
-        source, target = writable(input, what), _memory(output)
+        source, target = writable(input, what), _memory(output, what)
         sent = _splits(input, input_splits, self._size, "input")
         _splits(output, output_splits, self._size, "output")
         call = GroupCall("alltoall", [source], [target], [output], _copies([output], [target]), splits=sent, key=key)
@@ -329,7 +329,7 @@ class HoroProcessGroup(_Base):  # type: ignore[misc]
     def scatter(self, outputs: Sequence[torch.Tensor], inputs: Sequence[Any], opts: Any) -> Any:
         """Item i of the list of inputs of the root goes to rank i."""
         (output,) = outputs
-        target = _memory(output)
+        target = _memory(output, "scatter")
         after = _copies([output], [target])
         if self._rank != opts.rootRank:
             return self._exchange.do(GroupCall("scatter", [], [target], [output], after, root=opts.rootRank), opts)
@@ -358,7 +358,7 @@ class HoroProcessGroup(_Base):  # type: ignore[misc]
     def _receive(self, tensors: Sequence[torch.Tensor], source: int | None, tag: int) -> Any:
         (tensor,) = tensors
         check_tensor(tensor, "recv")
-        target = _memory(tensor)
+        target = _memory(tensor, "recv")
         return self._exchange.receive(target, source, tag, [tensor], _copies([tensor], [target]))
 
     # -- a group of calls ----------------------------------------------------------------------------------------------
@@ -386,8 +386,14 @@ class HoroProcessGroup(_Base):  # type: ignore[misc]
         return self._exchange.do(call._replace(key=key) if len(tensors) == 1 else call, opts)
 
 
-def _memory(output: torch.Tensor) -> torch.Tensor:
-    """Contiguous memory for a result: that of ``output``, or its own."""
+def _memory(output: torch.Tensor, what: str) -> torch.Tensor:
+    """Contiguous memory for a result: that of ``output``, or its own.
+
+    Raises:
+        UnsupportedError: the storage has lost its end; ``what`` is the operation.
+    """
+    if not has_all_memory(output):
+        check_tensor(output, f"output of {what}")
     return output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype, device=_CPU)
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "check_tensor",
     "count_change",
     "describe",
+    "has_all_memory",
     "is_reducible",
     "list_tensors",
     "make_outputs",
@@ -251,6 +252,12 @@ def refuse_lazy(tensor: torch.Tensor, what: str) -> None:
     """
     if is_lazy(tensor):
         raise UsageError(f"{what}: {type(tensor).__name__} has no shape yet; run one forward pass of the model first")
+
+
+def has_all_memory(tensor: torch.Tensor) -> bool:
+    """Whether the storage of a contiguous tensor still reaches to its end: a script may have cut it off."""
+    there = tensor.untyped_storage().nbytes()
+    return there >= tensor.storage_offset() * tensor.element_size() + tensor.nbytes
 
 
 def _spanned_bytes(tensor: torch.Tensor) -> int:

@@ -89,6 +89,20 @@ class Request:
         if self._taken_name is not None and taken.get(self._taken_name) is self:
             taken.pop(self._taken_name, None)
 
+    def check_name(self) -> None:
+        """Refuses another call of its name, unless nobody can ask for this one any longer.
+
+        Raises:
+            UsageError: Somebody can. Other ranks are not told: nobody knows which of their calls it is.
+        """
+        if self.is_held():
+            self._runtime.core.duplicate = self.label
+            raise UsageError(
+                f"'{self.label}': a tensor of this name is being processed already; call synchronize() with its handle "
+                "first, or use another name"
+            )
+        self.free_name()
+
     def is_held(self) -> bool:
         """Whether somebody else has the very object ``number``, so that ``synchronize`` may still come.
 

@@ -9,17 +9,31 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 
 from horo.core import context
-from horo.torch.compat.torch_private import is_transformed
+from horo.core.calls import Slot, know_torch
+from horo.torch.compat.profiler import begin_span, end_span, profiling
+from horo.torch.compat.torch_private import exchange_table, is_transformed
 from horo.torch.engine.devices import current_stream
-from horo.torch.engine.operation import GATHERING, Operation, StagedTensors, make_outputs, pack, stage
+from horo.torch.engine.operation import (
+    GATHERING,
+    Operation,
+    StagedTensors,
+    count_change,
+    has_all_memory,
+    make_outputs,
+    pack,
+    stage,
+)
 
 __all__ = ["CachedRequest", "RequestCache", "address_of", "taken_name"]
 
 _Tensor, _strided, _contiguous = torch.Tensor, torch.strided, torch.contiguous_format  # looked up once, not per tensor
+
+know_torch(_Tensor, exchange_table(), profiling, count_change)
 
 _WEIGHT_MAX = 40_000
 """Most tensors of all requests in a cache, besides those of optimizers. With the objects of torch and Python for a
@@ -45,6 +59,7 @@ def address_of(tensor: torch.Tensor, shape: torch.Size | None, dtype: torch.dtyp
             and not tensor.requires_grad
             and tensor.is_contiguous()
             and not tensor.is_neg()
+            and has_all_memory(tensor)
         ):
             return tensor.data_ptr()
     except RuntimeError:  # a nested tensor has no shape, one of torch.func no address
@@ -58,12 +73,11 @@ def taken_name(team: int, label: str) -> str:
     return label if team == 0 else f"{team}/{label}"
 
 
-class CachedRequest:
+class CachedRequest(Slot):
     """A request without its addresses and, if it has an automatic name, without its name."""
 
     __slots__ = (
         "_casts",
-        "_label",
         "_name",
         "_output_form",
         "_signatures",
@@ -71,11 +85,11 @@ class CachedRequest:
         "buffer",
         "device",
         "dtype",
-        "idle",
         "shape",
         "spec",
         "taken_name",
         "weight",
+        "wire_name",
     )
 
     def __init__(
@@ -87,6 +101,7 @@ class CachedRequest:
         *,
         casts: bool,
     ) -> None:
+        super().__init__()
         self.spec = spec
         self._casts = casts
         self._sync = sync
@@ -102,50 +117,43 @@ class CachedRequest:
         self.dtype: torch.dtype | None = None
         self.device: torch.device | None = None
         """The GPU that its tensors are on; None: they are in host memory."""
-        self.idle: list[None] = []
-        """Empty while a call uses the request; the call appends None when it is done. The fastest lock in Python."""
+        self.is_taken = True  # by the call that makes it
         self.buffer = context.RequestBuffer()
+        self.bind(*self.buffer.places(), spec.name is None)
         self.weight = _REQUEST_WEIGHT + tensor_count
-        self._label = ""
+        self.wire_name = ""
+        """Its name, or that of its last call."""
         self.taken_name: str | None = None
         """Key of its name in ``Runtime.taken_names``; None for an automatic name."""
         if spec.name is not None:
-            self._label = name(spec.kind, spec.name, spec.team)
-            self.taken_name = taken_name(spec.team, self._label)
-            self.buffer.set_name(self._label)
+            self.wire_name = name(spec.kind, spec.name, spec.team)
+            self.taken_name = taken_name(spec.team, self.wire_name)
+            self.buffer.set_name(self.wire_name)
 
     @property
     def collective(self) -> str:
         """The operation of the core."""
         return self.spec.collective
 
-    def set_tensor(self, tensor: torch.Tensor, in_place: bool, out: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Sets the only tensor of the request, if it has the same shape and dtype as in the last call.
+    def address(self, tensor: torch.Tensor, is_out: bool) -> int:
+        """For ``set_tensor``, where torch has no table for C: the address of a tensor, or of ``out``; else 0."""
+        form = self._output_form if is_out else None
+        return address_of(tensor, self.shape if form is None else form[0], self.dtype)
 
-        The result goes to ``out`` if that has the right shape and dtype, and lies elsewhere.
-
-        Returns:
-            The tensor for the result; None if the caller has to use ``set_tensors``.
-        """
-        address = address_of(tensor, self.shape, self.dtype)
-        if not address:
-            return None
-        rows = self.buffer.rows
-        if in_place:
-            rows[0] = rows[1] = address
-            return tensor
+    def new_output(self, tensor: torch.Tensor) -> torch.Tensor:
+        """New memory for the result of this tensor."""
         form = self._output_form  # with strides it takes half the time
-        if out is not None:
-            there = address_of(out, self.shape if form is None else form[0], self.dtype)
-            if not there or (there < address + tensor.nbytes and address < there + out.nbytes):
-                return None
-            rows[0], rows[1] = address, there
-            return out
-        output = (
-            torch.empty_like(tensor, memory_format=_contiguous) if form is None else tensor.new_empty_strided(*form)
-        )
-        rows[0], rows[1] = address, output.data_ptr()
-        return output
+        if form is None:
+            return torch.empty_like(tensor, memory_format=_contiguous)
+        return tensor.new_empty_strided(*form)
+
+    def begin_span(self) -> Any:
+        """Shows the operation in torch's profiler, until ``end_span`` of what this returns."""
+        return begin_span(self.collective, self.wire_name)
+
+    def end_span(self, shown: Any) -> None:
+        """As ``begin_span`` has it."""
+        end_span(shown)
 
     def expect(self, tensor: torch.Tensor, spec: Operation, result: torch.Tensor, *, is_out: bool) -> None:
         """Notes the result of an allgather or alltoall of ``tensor``, of which ``spec`` has the splits.
@@ -156,6 +164,7 @@ class CachedRequest:
         seen = [(tensor.shape, tensor.dtype), (result.shape, result.dtype)]
         is_second, self._signatures = seen == self._signatures, seen
         self.shape = self.dtype = None
+        self.is_ready = False
         bytes_offered = result.numel() * result.element_size()
         if (
             not is_second
@@ -170,10 +179,12 @@ class CachedRequest:
         self.device = None
         self._fill_buffer([packed._replace(output_bytes=bytes_offered)], offers=True)
         self.shape, self.dtype, self._output_form = tensor.shape, tensor.dtype, (result.shape, result.stride())
+        self.learn(tensor, result.detach(), tensor.nbytes, bytes_offered)
 
     def forget(self) -> None:
         """Forgets what did not fit its result: ``set_tensor`` fails until ``expect`` has been called twice."""
         self._signatures = self.shape = self.dtype = None
+        self.is_ready = False
 
     def set_tensors(self, tensors: Sequence[torch.Tensor], in_place: bool) -> StagedTensors:
         """Sets the tensors of the request.
@@ -194,9 +205,9 @@ class CachedRequest:
     def label(self) -> str:
         """Its name on the wire. An automatic name is counted here: call this only when nothing can be refused."""
         if self.spec.name is None:
-            self._label = self._name(self.spec.kind, None, self.spec.team)
-            self.buffer.set_name(self._label)
-        return self._label
+            self.wire_name = self._name(self.spec.kind, None, self.spec.team)
+            self.buffer.set_name(self.wire_name)
+        return self.wire_name
 
     def _sources(self, tensors: Sequence[torch.Tensor]) -> list[int] | None:
         """The addresses of ``tensors`` if all can be used without a copy and have the same signatures, else None."""
@@ -208,6 +219,7 @@ class CachedRequest:
 
     def _fill(self, tensors: Sequence[torch.Tensor], in_place: bool) -> StagedTensors:
         self._signatures = None
+        self.is_ready = False
         spec = self.spec
         staged = stage(tensors, spec, in_place, casts=self._casts)
         self.device = staged.device
@@ -219,6 +231,9 @@ class CachedRequest:
         self.shape, self.dtype = self._signatures[0] if len(self._signatures) == 1 else (None, None)
         only = staged.outputs[0] if self.collective == "reducescatter" else None
         self._output_form = None if only is None else (only.shape, only.stride())
+        if self.shape is not None:
+            source, target = staged.inputs[0].detach(), staged.outputs[0].detach()
+            self.learn(source, target, source.nbytes, target.nbytes)
         return staged
 
     def _fill_buffer(self, tensors: Sequence[context.Tensor], *, offers: bool = False) -> None:
@@ -246,7 +261,7 @@ class RequestCache:
         self._name = name
         self._casts = casts
         """As the argument of ``stage``."""
-        self._kept: dict[Hashable, CachedRequest] = {}
+        self.kept: dict[Hashable, CachedRequest] = {}
         self._weight = 0
         self._rooms: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         """Weights of the requests of optimizers, as long as those live."""
@@ -259,22 +274,17 @@ class RequestCache:
             key: Equal exactly for equal requests, such as the arguments of a call.
         """
         try:
-            cached = self._kept[key]
-            cached.idle.pop()
-        except (
-            IndexError,
-            KeyError,
-            TypeError,
-        ):  # in use; not cached; a name that cannot be hashed, so it is no string
+            cached = self.kept.get(key)
+        except TypeError:  # a name that cannot be hashed, so it is no string
             return None
-        return cached
+        return cached if cached is not None and cached.take() else None
 
     def find(self, key: Hashable) -> CachedRequest | None:
         """The cached request of ``key``, whether in use or not."""
-        return self._kept.get(key)
+        return self.kept.get(key)
 
     def take_or_create(self, key: Hashable, spec: Operation, sync: bool, tensor_count: int) -> CachedRequest:
-        """The cached request, or a new one. The caller appends None to its ``idle`` after use.
+        """The cached request, or a new one. The caller sets its ``is_taken`` to False after use.
 
         Args:
             key: As for ``take``; None if the request is not to be cached.
@@ -289,7 +299,7 @@ class RequestCache:
         if kept is not None:
             return kept
         fresh = CachedRequest(spec, sync, self._name, tensor_count, casts=self._casts)
-        if key is not None and key not in self._kept:
+        if key is not None and key not in self.kept:
             self._keep(key, fresh)
         return fresh
 
@@ -303,15 +313,16 @@ class RequestCache:
     def clear(self) -> None:
         """Removes all requests."""
         with self._lock:
-            self._kept.clear()
+            self.kept.clear()
             self._weight = 0
 
     def _keep(self, key: Hashable, cached: CachedRequest) -> None:
         room = _WEIGHT_MAX + sum(self._rooms.values())
         if cached.weight > room:
             return
+        cached.key = key
         with self._lock:
-            while self._kept and self._weight + cached.weight > room:
-                self._weight -= self._kept.pop(next(iter(self._kept))).weight
-            if self._kept.setdefault(key, cached) is cached:
+            while self.kept and self._weight + cached.weight > room:
+                self._weight -= self.kept.pop(next(iter(self.kept))).weight
+            if self.kept.setdefault(key, cached) is cached:
                 self._weight += cached.weight

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import torch
 
+from horo.core.calls import Caller
 from horo.core.signal_safe_call import ThreadCall
 from horo.diagnostics.frames import is_within
 from horo.errors import AbortedError, NotInitializedError, UsageError
@@ -25,7 +26,8 @@ from horo.torch.engine.devices import let_go
 from horo.torch.engine.join_round import Joining
 from horo.torch.engine.operation import StagedTensors
 from horo.torch.engine.process_set_registry import Teams
-from horo.torch.engine.request_cache import RequestCache, taken_name
+from horo.torch.engine.request_cache import CachedRequest, RequestCache, taken_name
+from horo.torch.engine.results import fill_out, gathered
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -65,13 +67,14 @@ class Shares(Protocol):
         """Called when this rank leaves the job, and in a forked child: what it writes from now on is its own."""
 
 
-class Runtime:
+class Runtime(Caller):
     """The time from one ``init`` to ``shutdown``: the job, its open requests and its counters of names.
 
     Requests refer to their runtime also after its end, so that their calls can raise the right error.
     """
 
     def __init__(self, job: RunningRank, handle_base: int) -> None:
+        super().__init__()
         self.job = job
         self.core = job.context
         self.requests: dict[int, Any] = {}
@@ -86,6 +89,7 @@ class Runtime:
         self.uses_gpus = False  # else requests may be on GPUs
         self.request_cache = RequestCache(self.name, casts=job.settings.get("gpu_operations") == "nccl")
         """Requests for calls with the same arguments as an earlier call."""
+        self.kept = self.request_cache.kept
         self.handle_base = handle_base
         """The number of a request is this plus the core's handle. Lower numbers belong to earlier runtimes."""
         self.teams = Teams(job, self._forget_team)
@@ -108,6 +112,7 @@ class Runtime:
         self._names: defaultdict[tuple[int, str], Iterator[int]] = defaultdict(itertools.count)
         self._orders: defaultdict[tuple[int, str], threading.RLock] = defaultdict(threading.RLock)
         self._forked = False
+        self.use(self.core.address)
 
     def name(self, kind: str, name: str | None, team: int = 0) -> str:
         """The name on the wire of one operation.
@@ -142,6 +147,45 @@ class Runtime:
         if self.ended:  # in a forked child, nobody may be left to release the lock
             self.raise_ended(kind)
         return self._orders[team, kind] if name is None else nullcontext()
+
+    def admit(self, cached: CachedRequest) -> None:
+        """Lets a call that is in ``active_calls`` go on to the core, after what is to be done before.
+
+        Raises:
+            UsageError, AbortedError: As ``raise_ended``; or its name is taken.
+        """
+        if self.ended:
+            self.raise_ended(cached.wire_name)
+        if self.abandoned:
+            self.release_abandoned()
+        if self.is_joining:
+            self.joining.settle_before(f"'{cached.wire_name}'")
+        if cached.taken_name in self.taken_names:
+            self.taken_names[cached.taken_name].check_name()
+
+    def go_on(self, cached: CachedRequest) -> None:
+        """Goes on with a request that the core has refused, that has failed, or that takes long, in ``execute``.
+
+        Raises:
+            HoroError, BaseException: As ``Context.run``.
+        """
+        self.core.go_on(cached.buffer)
+
+    def take_left(
+        self, cached: CachedRequest, tensor: torch.Tensor, output: torch.Tensor, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The result of an allgather or alltoall that did not fit ``output``, or for which the wait was long.
+
+        Raises:
+            UsageError: It does not fit ``out``.
+        """
+        handle = cached.buffer.last_handle[0]
+        buffer, rows = self.core.take_result(handle, 0)
+        if buffer is not None:
+            cached.forget()
+            output = fill_out(out, gathered(buffer, rows, tensor).tensor, cached.spec)
+        self.core.release_if_done(handle)
+        return output
 
     def inside(self, what: str, step: Callable[[], _Result]) -> _Result:
         """Does a step while the context is kept open.

@@ -12,22 +12,21 @@ from torch.nn.parameter import is_lazy
 
 from horo.bootstrap.gpu_libraries import CUDA_PLACES
 from horo.core import context
+from horo.core.calls import repeat
 from horo.core.libraries import use_cuda
 from horo.errors import NotInitializedError, ResourceError, UsageError
 from horo.torch.compat.profiler import begin_span, end_span, profiling
 from horo.torch.engine import runtime as _runtime
 from horo.torch.engine.handles import Handle
-from horo.torch.engine.operation import Operation, StagedTensors, count_change, describe, list_tensors
+from horo.torch.engine.operation import Operation, StagedTensors, describe, list_tensors
 from horo.torch.engine.request import Request, left_request
 from horo.torch.engine.request_cache import CachedRequest
 from horo.torch.engine.results import (
     Gathered,
     Gathering,
-    fill_out,
     finish_in_place,
     finish_output,
     finish_staged,
-    gathered,
 )
 
 __all__ = [
@@ -37,7 +36,6 @@ __all__ = [
     "list_group",
     "repeat",
     "repeat_async",
-    "repeat_gathered",
     "run_allreduce",
     "run_barrier",
     "run_broadcast",
@@ -55,69 +53,10 @@ __all__ = [
 _BARRIER = Operation("barrier", None, collective="barrier")
 
 
-def repeat(
-    key: Hashable, tensor: torch.Tensor, *, in_place: bool, out: torch.Tensor | None = None
-) -> torch.Tensor | None:
-    """Repeats the last call with the same key, if the tensor has the same shape and dtype; takes little Python.
-
-    Args:
-        key: As for ``RequestCache.take``.
-        tensor: Anything.
-        in_place: Write the result into ``tensor``.
-        out: Else write it here; None: into a new one.
-
-    Returns:
-        The tensor with the result. None, and nothing is done, where there is no such call, or ``out`` will not do.
-    """
-    runtime = _runtime.current()
-    cached = runtime.request_cache.take(key)
-    if cached is None:
-        return None
-    try:
-        output = cached.set_tensor(tensor, in_place, out)
-        if output is None:
-            return None
-        _execute(runtime, cached, (tensor, output))
-    finally:
-        cached.idle.append(None)
-    if in_place or out is not None:
-        count_change((output,))
-    return output
-
-
-def repeat_gathered(key: Hashable, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor | None:
-    """As ``repeat``, of an allgather or alltoall for which ``expect_again`` was called.
-
-    It offers memory for a result like the last one. If the other ranks give other rows now, the result is in memory of
-    the core, or copied to ``out``: a UsageError if that has other rows.
-    """
-    runtime = _runtime.current()
-    cached = runtime.request_cache.take(key)
-    if cached is None:
-        return None
-    try:
-        output = cached.set_tensor(tensor, False, out)
-        if output is None:
-            return None
-        _execute(runtime, cached, (tensor, output))
-        if out is not None:
-            count_change((out,))
-        if handle := cached.buffer.last_handle[0]:  # it did not fit, or the wait took long
-            buffer, rows = runtime.core.take_result(handle, 0)
-            if buffer is not None:
-                cached.forget()
-                output = fill_out(out, gathered(buffer, rows, tensor).tensor, cached.spec)
-        return output
-    finally:
-        if output is not None and (handle := cached.buffer.last_handle[0]):
-            runtime.core.release_if_done(handle)
-        cached.idle.append(None)
-
-
 def expect_again(
     key: Hashable, spec: Operation, tensor: torch.Tensor, result: torch.Tensor, *, is_out: bool = False
 ) -> None:
-    """Makes ready for a later ``repeat_gathered`` with ``key``, after an allgather or alltoall of one tensor.
+    """Makes ready for a later ``repeat`` with ``key``, after an allgather or alltoall of one tensor.
 
     ``is_out``: the caller has given the memory of the result, and will again.
     """
@@ -125,7 +64,7 @@ def expect_again(
     try:
         cached.expect(tensor, spec, result, is_out=is_out)
     finally:
-        cached.idle.append(None)
+        cached.is_taken = False
 
 
 def start_again(key: Hashable, tensor: torch.Tensor, *, in_place: bool) -> Request | None:
@@ -142,7 +81,7 @@ def start_again(key: Hashable, tensor: torch.Tensor, *, in_place: bool) -> Reque
             return _submit(runtime, cached, tensor, finish_in_place)
         return _submit(runtime, cached, (tensor, output), finish_output)
     finally:
-        cached.idle.append(None)
+        cached.is_taken = False
 
 
 def repeat_async(key: Hashable, tensor: torch.Tensor, *, in_place: bool) -> Handle[torch.Tensor] | None:
@@ -259,7 +198,7 @@ def start_alltoall(tensor: torch.Tensor, spec: Operation, *, sync: bool = False)
     try:
         return _submit(runtime, cached, _stage(cached, spec, [tensor], False), finish)
     finally:
-        cached.idle.append(None)
+        cached.is_taken = False
 
 
 def start_reducescatter(tensors: Sequence[torch.Tensor], spec: Operation) -> Request:
@@ -344,9 +283,9 @@ def run_barrier(team: int = 0) -> None:
         _run([], spec, False, spec)
         return
     try:
-        _execute(runtime, cached, None)
+        runtime.execute(cached, None)
     finally:
-        cached.idle.append(None)
+        cached.is_taken = False
 
 
 def check_root(root_rank: int, what: str, team: int = 0) -> int:
@@ -378,7 +317,7 @@ def _start(
     try:
         return _submit(runtime, cached, _stage(cached, spec, tensors, in_place), finish or finish_staged)
     finally:
-        cached.idle.append(None)
+        cached.is_taken = False
 
 
 def _run(
@@ -389,11 +328,11 @@ def _run(
     try:
         staged = _stage(cached, spec, tensors, in_place)
         if staged.device is None:
-            _execute(runtime, cached, staged)
+            runtime.execute(cached, staged)
             return staged.results()
         request = _submit(runtime, cached, staged, finish_staged)
     finally:
-        cached.idle.append(None)
+        cached.is_taken = False
     results: tuple[torch.Tensor, ...] = request.wait()
     return results
 
@@ -409,14 +348,7 @@ def _submit(
     last_handle[0] = 0
     try:
         runtime.active_calls[cached] = memory
-        if runtime.ended:
-            runtime.raise_ended(label)
-        if runtime.abandoned:
-            runtime.release_abandoned()
-        if runtime.is_joining:
-            runtime.joining.settle_before(f"'{label}'")
-        if cached.taken_name in runtime.taken_names:
-            _check_name(runtime.taken_names[cached.taken_name])
+        runtime.admit(cached)
         if cached.device is not None and not runtime.uses_gpus:
             _use_gpus(runtime, cached.buffer.request.team, label)
         return Request(runtime, runtime.core.submit(cached.buffer), label, memory, finish, cached.taken_name)
@@ -440,39 +372,3 @@ def _use_gpus(runtime: _runtime.Runtime, team: int, label: str) -> None:
         error._is_told = True
         raise
     runtime.uses_gpus = True
-
-
-def _execute(runtime: _runtime.Runtime, cached: CachedRequest, memory: object) -> None:
-    label, last_handle = cached.label(), cached.buffer.last_handle
-    shown = begin_span(cached.collective, label) if profiling._is_profiler_enabled else None
-    last_handle[0] = 0
-    try:
-        runtime.active_calls[cached] = memory
-        if runtime.ended:
-            runtime.raise_ended(label)
-        if runtime.abandoned:
-            runtime.release_abandoned()
-        if runtime.is_joining:
-            runtime.joining.settle_before(f"'{label}'")
-        if cached.taken_name in runtime.taken_names:
-            _check_name(runtime.taken_names[cached.taken_name])
-        runtime.core.run(cached.buffer)
-    except BaseException:
-        if handle := last_handle[0]:
-            runtime.abandoned[handle] = memory  # up to here nothing is called, so no signal handler runs
-            runtime.release_abandoned()
-        raise
-    finally:
-        runtime.active_calls.pop(cached, None)
-        if shown is not None:
-            end_span(shown)
-
-
-def _check_name(owner: Request) -> None:
-    if owner.is_held():
-        owner._runtime.core.duplicate = owner.label  # the others are not told: nobody knows which of their calls it is
-        raise UsageError(
-            f"'{owner.label}': a tensor of this name is being processed already; call synchronize() with its handle "
-            "first, or use another name"
-        )
-    owner.free_name()

@@ -258,7 +258,14 @@ def describe_groups(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def take_apart(optimizer: torch.optim.Optimizer, tensors: list[torch.Tensor], what: str) -> _Structure:
-    """The options and the state of an optimizer without their tensors, which ``tensors`` receives, in order."""
+    """The options and the state of an optimizer without their tensors, which ``tensors`` receives, in order.
+
+    Raises:
+        UsageError: It is sharded, and its parameters may be of two steps.
+    """
+    sharded: Any = getattr(optimizer, "_sharded_step", None)
+    if sharded is not None:
+        sharded.before_state_dict(optimizer)
 
     def strip(value: Any, like: torch.Tensor | None) -> Any:
         if isinstance(value, torch.Tensor):
@@ -297,6 +304,9 @@ def put_together(optimizer: torch.optim.Optimizer, structure: _Structure, tensor
         else:
             optimizer.state[parameter] = fill(state, optimizer.state.get(parameter), parameter)
     tensors.extend(found[index] for index in range(len(found)))
+    sharded: Any = getattr(optimizer, "_sharded_step", None)
+    if sharded is not None:
+        sharded.after_load(optimizer)
 
 
 def _home(placeholder: _Placeholder, present: Any, like: torch.Tensor | None) -> torch.Tensor:

@@ -13,7 +13,7 @@ from horo.torch.engine.results import fill_out
 from horo.torch.engine.submit import (
     expect_again,
     list_group,
-    repeat_gathered,
+    repeat,
     start_allgather,
 )
 from horo.torch.ops.autograd import allgather_all, needs_graph
@@ -57,7 +57,7 @@ def allgather(
         everyone = hvd.allgather(rows)  # on 2 ranks [3, 2]: one row of 0, two rows of 1
     """
     key = "allgather", name, process_set, out is not None
-    again = repeat_gathered(key, tensor, out)
+    again: torch.Tensor | None = repeat(key, tensor, False, out)
     if again is not None:
         return again
     spec = Operation("allgather", name, collective="allgather", team=resolve_process_set(process_set, "allgather"))

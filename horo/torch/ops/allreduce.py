@@ -19,6 +19,7 @@ Rules for all of them:
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 
@@ -100,16 +101,15 @@ def allreduce(
         x = torch.full((2,), float(hvd.rank()))
         mean = hvd.allreduce(x)  # on 2 ranks [0.5, 0.5]
     """
-    key = _cache_key("allreduce", average, op, prescale_factor, postscale_factor, name, process_set, compression)
-    again = repeat(key, tensor, in_place=False)
+    key = "allreduce", average, op, prescale_factor, postscale_factor, name, process_set, compression
+    again: torch.Tensor | None = repeat(key, tensor, False, None)
     if again is not None:
         return again
     spec = _spec("allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
     spec, compressor = split_for(spec, compression)
-    if compressor is not Compression.none:
-        key = None
     sent, context = compressor.compress(tensor)
-    return compressor.decompress(allreduce_all([sent], spec, key)[0], context)
+    results = allreduce_all([sent], spec, _plain(key) if compressor is Compression.none else None)
+    return compressor.decompress(results[0], context)
 
 
 def allreduce_(
@@ -139,12 +139,12 @@ def allreduce_(
         x = torch.full((2,), float(hvd.rank()))
         hvd.allreduce_(x, op=hvd.Sum)  # on 2 ranks x is [1., 1.] now
     """
-    key = _cache_key("allreduce_", average, op, prescale_factor, postscale_factor, name, process_set)
-    again = repeat(key, tensor, in_place=True)
+    key = "allreduce_", average, op, prescale_factor, postscale_factor, name, process_set
+    again: torch.Tensor | None = repeat(key, tensor, True, None)
     if again is not None:
         return again
     spec = _spec("allreduce", average, name, op, prescale_factor, postscale_factor, process_set)
-    return run_allreduce([tensor], spec, in_place=True, key=key)[0]
+    return run_allreduce([tensor], spec, in_place=True, key=_plain(key))[0]
 
 
 def allreduce_async(
@@ -331,22 +331,14 @@ def grouped_allreduce_async_(
     return start_allreduce(list_group(tensors, spec), spec, in_place=True).publish(tuple)
 
 
-def _cache_key(
-    function: str,
-    average: bool | None,
-    op: int | None,
-    prescale_factor: float,
-    postscale_factor: float,
-    *others: object,
-) -> Hashable:
-    """The key of a call for ``repeat``; None if it must be checked each time.
+def _plain(key: tuple[Any, ...]) -> Hashable:
+    """The key of a call, by which it is kept; None if it must be checked each time.
 
     A factor may be a tensor, and ``op`` be equal to a reduction without being one: ``True`` is equal to ``Sum``.
     """
+    _, average, op, prescale_factor, postscale_factor, *_ = key
     is_plain = type(prescale_factor) is float and type(postscale_factor) is float
-    if average is None and is_plain and (op is None or type(op) is ReduceOp):
-        return function, op, prescale_factor, postscale_factor, others
-    return None  # average= warns
+    return key if average is None and is_plain and (op is None or type(op) is ReduceOp) else None  # average= warns
 
 
 def _begin_allreduce(
@@ -360,7 +352,7 @@ def _begin_allreduce(
     postscale_factor: float,
     process_set: ProcessSet,
 ) -> Handle[torch.Tensor]:
-    key = _cache_key(function, average, op, prescale_factor, postscale_factor, name, process_set)
+    key = _plain((function, average, op, prescale_factor, postscale_factor, name, process_set))
     handle = repeat_async(key, tensor, in_place=in_place)
     if handle is not None:
         return handle

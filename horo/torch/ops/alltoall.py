@@ -14,7 +14,7 @@ from horo.torch.engine.handles import Handle
 from horo.torch.engine.operation import Operation, check_tensor, describe
 from horo.torch.engine.outputs import check_out
 from horo.torch.engine.results import Gathered, fill_out
-from horo.torch.engine.submit import expect_again, repeat_gathered, start_alltoall, telling
+from horo.torch.engine.submit import expect_again, repeat, start_alltoall, telling
 from horo.torch.ops.autograd import alltoall_one, needs_graph
 from horo.torch.ops.process_set import ProcessSet, global_process_set, resolve_process_set
 
@@ -61,7 +61,7 @@ def alltoall(
         mine, counts = hvd.alltoall(rows, splits=[2] * hvd.size())  # on 2 ranks [0, 0, 1, 1] and [2, 2]
     """
     key = "alltoall", name, process_set, out is not None
-    again = repeat_gathered(key, tensor, out) if splits is None else None
+    again: torch.Tensor | None = repeat(key, tensor, False, out) if splits is None else None
     if again is not None:
         return again
     sent, spec = _call(tensor, splits, name, process_set)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 
 from horo.torch.engine.handles import Handle, first_of
@@ -54,14 +56,14 @@ def broadcast(
         x = torch.full((2,), hvd.rank())
         y = hvd.broadcast(x, root_rank=0)  # on all ranks [0, 0]
     """
-    key = ("broadcast", name, root_rank, process_set) if type(root_rank) is int else None  # True is equal to 1
-    again = repeat(key, tensor, in_place=False, out=out)
+    key = "broadcast", name, root_rank, process_set
+    again: torch.Tensor | None = repeat(key, tensor, False, out)
     if again is not None:
         return again
     team = resolve_process_set(process_set, "broadcast")
     spec = Operation("broadcast", name, collective="broadcast", team=team)
     check_out(out, tensor, spec)
-    return fill_out(out, broadcast_one(tensor, root_rank, name, key, team), spec)
+    return fill_out(out, broadcast_one(tensor, root_rank, name, _plain(key), team), spec)
 
 
 def broadcast_(
@@ -87,12 +89,12 @@ def broadcast_(
         x = torch.full((2,), hvd.rank())
         hvd.broadcast_(x, root_rank=0)  # now x is [0, 0] on all ranks
     """
-    key = ("broadcast_", name, root_rank, process_set) if type(root_rank) is int else None  # True is equal to 1
-    again = repeat(key, tensor, in_place=True)
+    key = "broadcast_", name, root_rank, process_set
+    again: torch.Tensor | None = repeat(key, tensor, True, None)
     if again is not None:
         return again
     team = resolve_process_set(process_set, "broadcast")
-    return run_broadcast([tensor], root_rank, "broadcast", name, in_place=True, key=key, team=team)[0]
+    return run_broadcast([tensor], root_rank, "broadcast", name, in_place=True, key=_plain(key), team=team)[0]
 
 
 def broadcast_async(
@@ -143,10 +145,15 @@ def broadcast_async_(
     return _begin_broadcast("broadcast_async_", tensor, root_rank, name, process_set, True)
 
 
+def _plain(key: tuple[str, str | None, int, ProcessSet]) -> Hashable:
+    """The key of a call, by which it is kept; None for a root that is no plain number: True is equal to 1."""
+    return key if type(key[2]) is int else None
+
+
 def _begin_broadcast(  # noqa: PLR0917  (keywords would cost time)
     function: str, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool
 ) -> Handle[torch.Tensor]:
-    key = (function, name, root_rank, process_set) if type(root_rank) is int else None  # True is equal to 1
+    key = _plain((function, name, root_rank, process_set))
     handle = repeat_async(key, tensor, in_place=in_place)
     if handle is not None:
         return handle

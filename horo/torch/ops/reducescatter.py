@@ -68,18 +68,17 @@ def reducescatter(
         x = torch.full((3, 2), float(hvd.rank()))
         mine = hvd.reducescatter(x, op=hvd.Sum)  # on 2 ranks 1.; [2, 2] on rank 0, [1, 2] on rank 1
     """
-    key = None  # a factor may be a tensor, and True be equal to Sum
-    is_plain = type(prescale_factor) is float and type(postscale_factor) is float
-    if is_plain and (op is None or type(op) is ReduceOp):
-        key = "reducescatter", name, compression, op, process_set, prescale_factor, postscale_factor
-    again = repeat(key, tensor, in_place=False, out=out)
+    key = "reducescatter", name, compression, op, process_set, prescale_factor, postscale_factor
+    again: torch.Tensor | None = repeat(key, tensor, False, out)
     if again is not None:
         return again
     spec = _spec("reducescatter", name, op, process_set, prescale_factor, postscale_factor)
     check_out(out, tensor, spec)
     spec, compressor = split_for(spec, compression)
     sent, context = compressor.compress(tensor)
-    results = reducescatter_all([sent], spec, key if compressor is Compression.none else None)
+    is_plain = type(prescale_factor) is float and type(postscale_factor) is float  # True is equal to Sum
+    is_kept = is_plain and (op is None or type(op) is ReduceOp) and compressor is Compression.none
+    results = reducescatter_all([sent], spec, key if is_kept else None)
     return fill_out(out, compressor.decompress(results[0], context), spec)
 
 

@@ -12,7 +12,6 @@ from horo.torch.engine import runtime
 from horo.torch.engine.bucket import Bucket
 from horo.torch.engine.operation import Operation
 from horo.torch.engine.request import Request
-from horo.torch.engine.request_cache import address_of
 from horo.torch.engine.results import Gathered
 from horo.torch.engine.submit import start_allgather, start_allreduce
 from horo.torch.ops.allreduce import Average
@@ -94,12 +93,9 @@ class GradientSubmitter:
             again, grad = state.again[sync], state.parameter.grad if state.held is None else state.held[0]
             is_alone = state.group is None or _group_of(state) is None
             fits = may_bucket and is_alone and not state.shares and state is not marked
-            address = address_of(grad, again.shape, again.dtype) if fits and again and grad is not None else 0
-            if again is None or grad is None or not address:
+            if not fits or again is None or grad is None or again.set_tensor(grad, True) is None:
                 others.append(state)
                 continue
-            rows = again.buffer.rows
-            rows[0] = rows[1] = address
             if state.held is None:
                 state.held = grad, grad._version
             if first_gradients is not None:

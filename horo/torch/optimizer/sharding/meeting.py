@@ -64,7 +64,7 @@ class Meeting:
         for index, flag in enumerate(flags):
             self._flags[index] = flag
         spec = self._specs[what]
-        if repeat(spec, self._tensor, in_place=True) is None:
+        if repeat(spec, self._tensor, True, None) is None:
             run_allreduce([self._tensor], spec, in_place=True, key=spec)
         return self._flags.tolist()
 

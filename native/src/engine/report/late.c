@@ -87,7 +87,6 @@ int hr_late_handle(void *owner, int member, const struct hr_wire_message *messag
 struct late {
     struct hr_lane *lane;
     int64_t handle;
-    char name[HORO_NAME_MAX + 1];
     char text[HORO_MESSAGE_MAX]; /* empty: it has stalled */
 };
 
@@ -110,39 +109,65 @@ static int counts(const struct hr_request *request, int64_t now_ns) {
             !hr_stall_is_moving(request->port->lane, now_ns, request->port->lane->node->stall_shutdown_ns));
 }
 
-/* With the lock held: the first request that is late now, or else NULL, and when to look again: HR_NEVER: need not. */
+/*
+ * With the lock held: the request to be ended for now, one with a timeout of its own if there is any; NULL: none is
+ * late. And when the next one may be, HR_NEVER: none.
+ */
 static const struct hr_request *find_first(const struct hr_engine *engine, int64_t now_ns, int64_t *next_ns) {
     const struct hr_request *first = NULL;
     *next_ns = HR_NEVER;
     for (const struct hr_request *request = engine->requests.oldest; request != NULL; request = request->newer) {
         int64_t late_ns = hr_late_deadline_ns(request);
         if (late_ns <= now_ns && counts(request, now_ns)) {
-            first = first == NULL || late_ns < hr_late_deadline_ns(first) ? request : first;
-        } else if (late_ns <= now_ns) {
-            late_ns = now_ns + engine->node->stall_warning_ns / 4; /* it may count by then */
+            const int is_timeout = request->call.timeout_ms > 0;
+            const int was_timeout = first != NULL && first->call.timeout_ms > 0;
+            const int is_earlier = first == NULL || late_ns < hr_late_deadline_ns(first);
+            first = is_timeout > was_timeout || (is_timeout == was_timeout && is_earlier) ? request : first;
+            continue;
         }
+        late_ns = late_ns <= now_ns ? now_ns + engine->node->stall_warning_ns / 4 : late_ns; /* it may count by then */
         *next_ns = late_ns < *next_ns ? late_ns : *next_ns;
     }
     return first;
 }
 
-/* Tells the leader, and calls the roll. HORO_OK or a status. */
-static int ask(const struct late *late, int64_t until_ns) {
-    struct hr_lane *lane = late->lane;
-    struct hr_node *node = lane->node;
-    const struct hr_wire_message message = {
-        .type = HR_WIRE_LATE, .rank = node->rank, .name = text_of(late->name), .text = text_of(late->text)};
-    HR_TRY(hr_lane_end_round(lane));
-    if (late->text[0] != '\0' || !is_executing(lane)) { /* all have called what has stalled in the middle */
-        HR_TRY(hr_announcer_put(&lane->announcer, &message));
+/* Whether the leader is to be asked about it, too: all that have stalled, but what all have called. */
+static int is_asked(const struct hr_request *request, const struct late *late, int64_t now_ns) {
+    if (late->text[0] != '\0') {
+        return request->handle == late->handle;
     }
-    lane->part.is_quiet = 0;
-    if (!lane->is_leader) {
-        const int leader = lane->team->index_of_local[0];
-        const int flushed = hr_announcer_flush(&lane->announcer);
-        HR_TRY(flushed);
-        atomic_store(&node->arena.blocks[leader].called_until_ns, until_ns); /* partner: needs, in stall.c */
-        hr_node_call(node, leader);
+    return request->call.timeout_ms == 0 && hr_late_deadline_ns(request) <= now_ns && counts(request, now_ns) &&
+           !is_executing(request->port->lane);
+}
+
+/* Tells the leaders, and calls the roll. HORO_OK or a status. */
+static int ask(const struct late *late, int64_t now_ns, int64_t until_ns) {
+    struct hr_engine *engine = late->lane->engine;
+    struct hr_node *node = engine->node;
+    int status = hr_lane_end_round(late->lane);
+    hr_drive_lock(&engine->drive);
+    for (const struct hr_request *request = engine->requests.oldest; request != NULL && status == HORO_OK;
+         request = request->newer) {
+        if (is_asked(request, late, now_ns)) {
+            const struct hr_wire_message message = {.type = HR_WIRE_LATE,
+                                                    .rank = node->rank,
+                                                    .name = text_of(request->call.name),
+                                                    .text = text_of(late->text)};
+            status = hr_announcer_put(&request->port->lane->announcer, &message);
+        }
+    }
+    hr_drive_unlock(&engine->drive);
+    HR_TRY(status);
+    for (int i = 0; i < engine->lane_count; i++) {
+        struct hr_lane *lane = engine->lanes[i];
+        lane->part.is_quiet = 0;
+        if (!lane->is_leader && atomic_load(&lane->port.pending) > 0) {
+            const int leader = lane->team->index_of_local[0];
+            const int flushed = hr_announcer_flush(&lane->announcer);
+            HR_TRY(flushed);
+            atomic_store(&node->arena.blocks[leader].called_until_ns, until_ns); /* partner: needs, in stall.c */
+            hr_node_call(node, leader);
+        }
     }
     (void)atomic_fetch_add(&node->arena.header->roll_call, 1); /* partner: turn, in leave.c */
     hr_node_wake_all(node);
@@ -223,7 +248,6 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
     } else if (first != NULL && engine->drive.stage == HR_STAGE_RUNNING) {
         late.lane = first->port->lane;
         late.handle = first->handle;
-        (void)snprintf(late.name, sizeof late.name, "%s", first->call.name);
         if (first->call.timeout_ms > 0) {
             (void)snprintf(late.text, sizeof late.text, "%s '%.200s' within the timeout of %g s",
                            hr_op_name(first->call.op), first->call.name, (double)first->call.timeout_ms / 1e3);
@@ -244,8 +268,8 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
     if (asked->asked_ns == 0 || asked->asked != about) {
         asked->asked = about;
         asked->asked_ns = now_ns;
-        if (ask(&late, now_ns + grace_ns) != HORO_OK) {
-            hr_log(&engine->node->log, HORO_LOG_WARNING, "no memory to ask which ranks have not called %s", late.name);
+        if (ask(&late, now_ns, now_ns + grace_ns) != HORO_OK) {
+            hr_log(&engine->node->log, HORO_LOG_WARNING, "no memory to ask which ranks are late");
         }
     }
     const int64_t look_ns = asked->asked_ns + GRACE_MS * 1000000ll;
@@ -257,7 +281,8 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
         asked->asked_ns = 0;
         return now_ns + GRACE_MS * 1000000ll;
     }
-    return now_ns < look_ns ? look_ns : asked->asked_ns + grace_ns;
+    const int64_t again_ns = now_ns < look_ns ? look_ns : asked->asked_ns + grace_ns;
+    return next_ns < again_ns ? next_ns : again_ns;
 }
 
 const struct hr_part_ops hr_part_late = {.rank = HR_PART_LATE, .due = due, .await = hr_part_rest};

@@ -1,0 +1,56 @@
+/* calls.h: what the files of the module horo._calls share. They hold Python's lock, but where they wait. */
+#ifndef HORO_PYTHON_CALLS_H
+#define HORO_PYTHON_CALLS_H
+
+#ifndef Py_LIMITED_API
+#define Py_LIMITED_API 0x030A0000
+#endif
+#include <Python.h>
+#include <structmember.h>
+
+#include "dlpack.h"
+#include "horo.h"
+
+enum { OUT_DIMS_MAX = 8 };
+
+/* The request that is kept for a form of call. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *key;         /* of the form of call; a tuple has items of the very types that it was made with */
+    horo_request *request; /* with its tensor, in memory of the Python object that this one is a part of */
+    int64_t *handle;
+    char is_taken;     /* a call uses it */
+    char is_automatic; /* each call has a name of its own */
+    char is_ready;     /* knows the tensors of the next call: */
+    dlpack_dtype dtype;
+    int32_t out_ndim;
+    int64_t bytes, out_bytes, out_shape[OUT_DIMS_MAX];
+} Slot;
+
+#define HR_FAST(function) ((PyCFunction)(void (*)(void))(function))
+
+/* A name that Python's lookups know by its address: texts are constants. NULL: an exception. */
+static inline int hr_intern(PyObject **name, const char *text)
+{
+    *name = PyUnicode_InternFromString(text);
+    return *name != NULL;
+}
+
+/* The class, a new reference; NULL: an exception. Once. */
+PyObject *hr_make_slot_type(void);
+
+/* `read`: NULL where torch has no table, and `CachedRequest.address` is asked. */
+void hr_know_tensors(PyObject *tensor_type, dlpack_reader *read);
+
+/* The tensor for the result, a new reference; None: the slot does not fit this call; NULL: an exception. */
+PyObject *hr_set_tensor(Slot *slot, PyObject *tensor, int in_place, PyObject *out);
+
+/* The end of an object of a class of this module, whose own fields are cleared. */
+static inline void hr_free_object(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+#endif
