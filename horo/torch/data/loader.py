@@ -31,7 +31,8 @@ _ADVICE = {
     "length": "give all ranks the whole dataset, of which hvd.shard takes a part; without hvd.shard if each has a part",
     "epoch": "call iter() of the loader equally often on all ranks, also for a look at the first batch",
     "position": "give all ranks one state: loader.load_state_dict(hvd.broadcast_object(state))",
-    "order": "give the sampler a seed or a generator of its own, equal on all ranks",
+    "order": "give the sampler a seed or a generator of its own, equal on all ranks, "
+    "or seed random, numpy and torch alike on all before the loop",
 }
 _OTHER_ADVICE = "make the loader alike on all ranks"
 
