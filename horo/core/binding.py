@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-__all__ = ["ffi", "lib"]
+__all__ = ["ffi", "lib", "path"]
 
 
 def _reason() -> str:
@@ -29,6 +29,7 @@ def _reason() -> str:
 
 
 try:
+    from horo._native import __file__ as path
     from horo._native import ffi, lib
 except ModuleNotFoundError as error:
     if error.name != "horo._native":

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Hashable
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from typing import TYPE_CHECKING, Any
+
+from horo.core.binding import path
 
 __all__ = ["Caller", "Slot", "know_torch", "repeat"]
 
@@ -80,7 +81,7 @@ if TYPE_CHECKING:
         """Tells what of torch the others need. ``exchange``: the capsule of DLPack's table, or None."""
 
 else:
-    _loader = ExtensionFileLoader("horo._calls", importlib.import_module("horo._native").__file__)
+    _loader = ExtensionFileLoader("horo._calls", path)
     _calls = module_from_spec(spec_from_loader("horo._calls", _loader))
     _loader.exec_module(_calls)
     Caller, Slot, know_torch, repeat = _calls.Caller, _calls.Slot, _calls.know_torch, _calls.repeat

@@ -25,8 +25,7 @@ static struct {
     PyObject *is_profiler_enabled, *label, *begin_span, *end_span, *take_left, *admit, *go_on, *release_abandoned;
 } caller_names;
 
-static int is_profiled(void)
-{
+static int is_profiled(void) {
     PyObject *found = PyObject_GetAttr(caller_profiling, caller_names.is_profiler_enabled);
     int is_so = found != NULL && found != Py_False && PyObject_IsTrue(found);
     Py_XDECREF(found);
@@ -35,15 +34,13 @@ static int is_profiled(void)
 }
 
 /* Calls a method for what it does; whether it went well. */
-static int call(void *object, PyObject *method, PyObject *argument)
-{
+static int call(void *object, PyObject *method, PyObject *argument) {
     PyObject *done = PyObject_CallMethodObjArgs(object, method, argument, NULL);
     Py_XDECREF(done);
     return done != NULL;
 }
 
-static int submit_and_wait(Caller *caller, Slot *slot)
-{
+static int submit_and_wait(Caller *caller, Slot *slot) {
     int is_usual = !caller->ended && !caller->is_joining && PyDict_Size(caller->abandoned) == 0 &&
                    PyDict_Size(caller->taken_names) == 0;
     if (!is_usual && !call(caller, caller_names.admit, (PyObject *)slot)) {
@@ -57,8 +54,7 @@ static int submit_and_wait(Caller *caller, Slot *slot)
 }
 
 /* Calls a method that has to be called after an exception, too; one of its own takes the place of that. */
-static int call_at_end(void *object, PyObject *method, PyObject *argument)
-{
+static int call_at_end(void *object, PyObject *method, PyObject *argument) {
     PyObject *kind, *error, *trace;
     PyErr_Fetch(&kind, &error, &trace);
     int is_done = call(object, method, argument);
@@ -73,8 +69,7 @@ static int call_at_end(void *object, PyObject *method, PyObject *argument)
 }
 
 /* Keeps the memory of a call that an exception has ended until the core is done with it. */
-static void abandon(Caller *caller, Slot *slot, PyObject *memory)
-{
+static void abandon(Caller *caller, Slot *slot, PyObject *memory) {
     PyObject *kind, *error, *trace, *handle;
     PyErr_Fetch(&kind, &error, &trace);
     handle = PyLong_FromLongLong(*slot->handle);
@@ -88,8 +83,7 @@ static void abandon(Caller *caller, Slot *slot, PyObject *memory)
 }
 
 /* Runs the request of a slot that this call has taken, whose tensors are set; whether it went well. */
-static int run(Caller *caller, Slot *slot, PyObject *memory)
-{
+static int run(Caller *caller, Slot *slot, PyObject *memory) {
     PyObject *shown = NULL, *kind, *error, *trace;
     if (slot->is_automatic && !call(slot, caller_names.label, NULL)) {
         return 0;
@@ -118,14 +112,12 @@ static int run(Caller *caller, Slot *slot, PyObject *memory)
 }
 
 /* execute(slot, memory) */
-static PyObject *caller_execute(PyObject *self, PyObject *const *given, Py_ssize_t Py_UNUSED(count))
-{
+static PyObject *caller_execute(PyObject *self, PyObject *const *given, Py_ssize_t Py_UNUSED(count)) {
     return run((Caller *)self, (Slot *)given[0], given[1]) ? Py_NewRef(Py_None) : NULL;
 }
 
 /* use(): is the job of this process from now on. */
-static PyObject *caller_use(PyObject *self, PyObject *context)
-{
+static PyObject *caller_use(PyObject *self, PyObject *context) {
     Caller *caller = (Caller *)self;
     caller->context = PyLong_AsVoidPtr(context);
     if (PyErr_Occurred()) {
@@ -136,8 +128,7 @@ static PyObject *caller_use(PyObject *self, PyObject *context)
 }
 
 /* The slot that was made for this very key and that no call uses; NULL without an exception: there is none. */
-static Slot *find_slot(Caller *caller, PyObject *key)
-{
+static Slot *find_slot(Caller *caller, PyObject *key) {
     PyObject *found = caller == NULL ? NULL : PyDict_GetItemWithError(caller->kept, key);
     if (found == NULL) {
         if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_TypeError)) {
@@ -154,8 +145,7 @@ static Slot *find_slot(Caller *caller, PyObject *key)
     return slot->is_taken ? NULL : slot;
 }
 
-static int count_change(PyObject *tensor)
-{
+static int count_change(PyObject *tensor) {
     PyObject *only = PyTuple_Pack(1, tensor);
     PyObject *done = only == NULL ? NULL : PyObject_CallFunctionObjArgs(caller_change_counter, only, NULL);
     Py_XDECREF(only);
@@ -163,8 +153,7 @@ static int count_change(PyObject *tensor)
     return done != NULL;
 }
 
-static PyObject *run_with(Caller *caller, Slot *slot, PyObject *tensor, int in_place, PyObject *out)
-{
+static PyObject *run_with(Caller *caller, Slot *slot, PyObject *tensor, int in_place, PyObject *out) {
     PyObject *result = hr_set_tensor(slot, tensor, in_place, out);
     if (result == NULL || result == Py_None) {
         return result;
@@ -187,8 +176,7 @@ static PyObject *run_with(Caller *caller, Slot *slot, PyObject *tensor, int in_p
 }
 
 /* repeat(key, tensor, in_place, out) */
-static PyObject *repeat(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t Py_UNUSED(count))
-{
+static PyObject *repeat(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t Py_UNUSED(count)) {
     Slot *slot = find_slot(caller_of_process, given[0]);
     if (slot == NULL) {
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
@@ -204,8 +192,7 @@ static PyObject *repeat(PyObject *Py_UNUSED(module), PyObject *const *given, Py_
     return result;
 }
 
-static int caller_traverse(PyObject *self, visitproc visit, void *arg)
-{
+static int caller_traverse(PyObject *self, visitproc visit, void *arg) {
     Caller *caller = (Caller *)self;
     Py_VISIT(Py_TYPE(self));
     Py_VISIT(caller->kept);
@@ -215,8 +202,7 @@ static int caller_traverse(PyObject *self, visitproc visit, void *arg)
     return 0;
 }
 
-static int caller_clear(PyObject *self)
-{
+static int caller_clear(PyObject *self) {
     Caller *caller = (Caller *)self;
     Py_CLEAR(caller->kept);
     Py_CLEAR(caller->active_calls);
@@ -225,8 +211,7 @@ static int caller_clear(PyObject *self)
     return 0;
 }
 
-static void caller_dealloc(PyObject *self)
-{
+static void caller_dealloc(PyObject *self) {
     PyObject_GC_UnTrack(self);
     if (caller_of_process == (Caller *)self) {
         caller_of_process = NULL;
@@ -236,8 +221,7 @@ static void caller_dealloc(PyObject *self)
 }
 
 /* know_torch(Tensor, exchange, profiling, count_change); exchange: the capsule of DLPack's table, or None */
-static PyObject *know_torch(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t Py_UNUSED(count))
-{
+static PyObject *know_torch(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t Py_UNUSED(count)) {
     const dlpack_table *table = given[1] == Py_None ? NULL : PyCapsule_GetPointer(given[1], "dlpack_exchange_api");
     if (PyErr_Occurred()) {
         return NULL;
@@ -282,8 +266,7 @@ static PyModuleDef caller_definition = {
 
 PyMODINIT_FUNC PyInit__calls(void);
 
-PyMODINIT_FUNC PyInit__calls(void)
-{
+PyMODINIT_FUNC PyInit__calls(void) {
     int is_named =
         hr_intern(&caller_names.is_profiler_enabled, "_is_profiler_enabled") &&
         hr_intern(&caller_names.label, "label") && hr_intern(&caller_names.begin_span, "begin_span") &&

@@ -30,8 +30,7 @@ typedef struct {
 #define HR_FAST(function) ((PyCFunction)(void (*)(void))(function))
 
 /* A name that Python's lookups know by its address: texts are constants. NULL: an exception. */
-static inline int hr_intern(PyObject **name, const char *text)
-{
+static inline int hr_intern(PyObject **name, const char *text) {
     *name = PyUnicode_InternFromString(text);
     return *name != NULL;
 }
@@ -46,8 +45,7 @@ void hr_know_tensors(PyObject *tensor_type, dlpack_reader *read);
 PyObject *hr_set_tensor(Slot *slot, PyObject *tensor, int in_place, PyObject *out);
 
 /* The end of an object of a class of this module, whose own fields are cleared. */
-static inline void hr_free_object(PyObject *self)
-{
+static inline void hr_free_object(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);

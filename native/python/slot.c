@@ -8,14 +8,12 @@ static struct {
     PyObject *requires_grad, *is_neg, *untyped_storage, *storage_offset, *data_ptr, *address, *new_output;
 } slot_names;
 
-void hr_know_tensors(PyObject *type, dlpack_reader *read)
-{
+void hr_know_tensors(PyObject *type, dlpack_reader *read) {
     slot_tensor_type = Py_NewRef(type);
     slot_reader = read;
 }
 
-static int is_dense(const dlpack_tensor *tensor)
-{
+static int is_dense(const dlpack_tensor *tensor) {
     int64_t stride = 1;
     for (int32_t i = tensor->ndim; tensor->strides != NULL && i-- > 0;) {
         if (tensor->shape[i] != 1 && tensor->strides[i] != stride) {
@@ -27,8 +25,7 @@ static int is_dense(const dlpack_tensor *tensor)
 }
 
 /* Reads a tensor of torch's own class in host memory: dense, not empty. 0: it is none, or horo cannot work on it. */
-static int read_tensor(PyObject *object, dlpack_tensor *tensor)
-{
+static int read_tensor(PyObject *object, dlpack_tensor *tensor) {
     if ((PyObject *)Py_TYPE(object) != slot_tensor_type) {
         return 0;
     }
@@ -40,8 +37,7 @@ static int read_tensor(PyObject *object, dlpack_tensor *tensor)
 }
 
 /* Calls a method of a tensor that has a number; -1: failed, with an exception. */
-static long long number_of(PyObject *tensor, PyObject *method)
-{
+static long long number_of(PyObject *tensor, PyObject *method) {
     PyObject *found = PyObject_CallMethodObjArgs(tensor, method, NULL);
     long long number = found == NULL ? -1 : PyLong_AsLongLong(found);
     Py_XDECREF(found);
@@ -52,8 +48,7 @@ static long long number_of(PyObject *tensor, PyObject *method)
  * Whether a tensor is what DLPack does not tell: without a graph, not negated lazily, its storage not cut off. Modes of
  * torch run code of Python here, and with it signal handlers: 0 may come with an exception, which is the caller's.
  */
-static int is_plain(PyObject *object, dlpack_dtype dtype, int64_t bytes)
-{
+static int is_plain(PyObject *object, dlpack_dtype dtype, int64_t bytes) {
     PyObject *requires_grad = PyObject_GetAttr(object, slot_names.requires_grad);
     int is_so = requires_grad == Py_False && number_of(object, slot_names.is_neg) == 0;
     Py_XDECREF(requires_grad);
@@ -71,8 +66,7 @@ static int is_plain(PyObject *object, dlpack_dtype dtype, int64_t bytes)
 }
 
 /* The address of a tensor (or of the memory for a result) that looks as the slot knows it, else NULL. */
-static char *address_in(const Slot *slot, PyObject *object, int is_out)
-{
+static char *address_in(const Slot *slot, PyObject *object, int is_out) {
     if (slot_reader == NULL) {
         PyObject *found = PyObject_CallMethodObjArgs((PyObject *)slot, slot_names.address, object,
                                                      is_out ? Py_True : Py_False, NULL);
@@ -96,8 +90,7 @@ static char *address_in(const Slot *slot, PyObject *object, int is_out)
     return is_plain(object, tensor.dtype, is_out ? slot->out_bytes : slot->bytes) ? tensor.data : NULL;
 }
 
-PyObject *hr_set_tensor(Slot *slot, PyObject *tensor, int in_place, PyObject *out)
-{
+PyObject *hr_set_tensor(Slot *slot, PyObject *tensor, int in_place, PyObject *out) {
     char *from = slot->is_ready ? address_in(slot, tensor, 0) : NULL, *to = from;
     if (from == NULL) {
         return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
@@ -124,14 +117,12 @@ PyObject *hr_set_tensor(Slot *slot, PyObject *tensor, int in_place, PyObject *ou
     return result;
 }
 
-static PyObject *slot_set_tensor(PyObject *self, PyObject *const *given, Py_ssize_t count)
-{
+static PyObject *slot_set_tensor(PyObject *self, PyObject *const *given, Py_ssize_t count) {
     return hr_set_tensor((Slot *)self, given[0], given[1] == Py_True, count > 2 ? given[2] : Py_None);
 }
 
 /* learn(tensor, result, bytes, bytes of the result): gets ready for a tensor that looks like this one. */
-static PyObject *slot_learn(PyObject *self, PyObject *const *given, Py_ssize_t Py_UNUSED(count))
-{
+static PyObject *slot_learn(PyObject *self, PyObject *const *given, Py_ssize_t Py_UNUSED(count)) {
     Slot *slot = (Slot *)self;
     dlpack_tensor tensor, out;
     slot->is_ready = 0;
@@ -155,8 +146,7 @@ static PyObject *slot_learn(PyObject *self, PyObject *const *given, Py_ssize_t P
 }
 
 /* bind(request, handle, is_automatic): addresses in memory that lives as long as this object. */
-static PyObject *slot_bind(PyObject *self, PyObject *const *given, Py_ssize_t Py_UNUSED(count))
-{
+static PyObject *slot_bind(PyObject *self, PyObject *const *given, Py_ssize_t Py_UNUSED(count)) {
     Slot *slot = (Slot *)self;
     slot->request = PyLong_AsVoidPtr(given[0]);
     slot->handle = PyLong_AsVoidPtr(given[1]);
@@ -164,16 +154,14 @@ static PyObject *slot_bind(PyObject *self, PyObject *const *given, Py_ssize_t Py
     return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
-static PyObject *slot_take(PyObject *self, PyObject *Py_UNUSED(none))
-{
+static PyObject *slot_take(PyObject *self, PyObject *Py_UNUSED(none)) {
     Slot *slot = (Slot *)self;
     PyObject *was_free = slot->is_taken ? Py_False : Py_True;
     slot->is_taken = 1;
     return Py_NewRef(was_free);
 }
 
-static void slot_dealloc(PyObject *self)
-{
+static void slot_dealloc(PyObject *self) {
     Py_CLEAR(((Slot *)self)->key);
     hr_free_object(self);
 }
@@ -198,8 +186,7 @@ static PyType_Spec slot_spec = {
     "horo._calls.Slot", sizeof(Slot), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, slot_slots,
 };
 
-PyObject *hr_make_slot_type(void)
-{
+PyObject *hr_make_slot_type(void) {
     int is_named = hr_intern(&slot_names.requires_grad, "requires_grad") && hr_intern(&slot_names.is_neg, "is_neg") &&
                    hr_intern(&slot_names.untyped_storage, "untyped_storage") &&
                    hr_intern(&slot_names.storage_offset, "storage_offset") &&
