@@ -177,18 +177,18 @@ static PyObject *run_with(Caller *caller, Slot *slot, PyObject *tensor, int in_p
 
 /* repeat(key, tensor, in_place, out) */
 static PyObject *repeat(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t Py_UNUSED(count)) {
-    Slot *slot = find_slot(caller_of_process, given[0]);
-    if (slot == NULL) {
-        return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
-    }
     Caller *caller = caller_of_process;
-    Py_INCREF(caller);
-    Py_INCREF(slot);
-    slot->is_taken = 1;
-    PyObject *result = run_with(caller, slot, given[1], given[2] == Py_True, given[3]);
-    slot->is_taken = 0;
-    Py_DECREF(slot);
-    Py_DECREF(caller);
+    Py_XINCREF(caller); /* a key may run code of Python, and another thread meanwhile */
+    Slot *slot = find_slot(caller, given[0]);
+    PyObject *result = slot != NULL || PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    if (slot != NULL) {
+        Py_INCREF(slot);
+        slot->is_taken = 1;
+        result = run_with(caller, slot, given[1], given[2] == Py_True, given[3]);
+        slot->is_taken = 0;
+        Py_DECREF(slot);
+    }
+    Py_XDECREF(caller);
     return result;
 }
 

@@ -125,6 +125,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "adasum": (torch.optim.SGD, {"op": hvd.Adasum}, "sharding= is not for op=Adasum"),
     "lbfgs": (_lbfgs, {}, r"LBFGS.step\(\) evaluates its closure several times and looks at all gradients together"),
     "coupled": (Coupled, {}, "Coupled steps one by the gradients of others as well"),
+    "coupled, still at 0": (
+        lambda p, lr: Coupled(p, 0 * lr),
+        {},
+        "Coupled steps one by the gradients of others as well",
+    ),
     "coupled in a warm-up": (_coupled_at_0, {}, "Coupled steps one by the gradients of others as well"),
     "estimating": (Estimating, {}, "Estimating steps one by the gradients of others as well"),
     "attributes": (_two_groups, {}, r"all state of a parameter in optimizer\.state; Keeping keeps some elsewhere"),

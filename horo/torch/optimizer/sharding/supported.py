@@ -17,6 +17,8 @@ _PROBE_SCALES = (1.0,) * 8 + (100.0,) * 2
 """Sizes of gradients, one a step: gradients of one direction, by which some estimate a step size for all parameters,
 then large ones, which others clip together."""
 _PROBE_SHAPES = ((3, 4), (4,), (2, 5), (6,))
+_PROBE_LR = 1e-3
+"""In the place of 0."""
 _NO_OPTIONS = ("params", "param_names")
 
 
@@ -124,8 +126,8 @@ class _Trial:
         groups = []
         for group in model.param_groups:
             options = {key: copy.deepcopy(value) for key, value in group.items() if key not in _NO_OPTIONS}
-            if "initial_lr" in options:  # of a scheduler, which may begin at 0, where nothing moves
-                options["lr"] = options["initial_lr"]
+            if "lr" in options:  # a scheduler may begin at 0, where nothing moves
+                options["lr"] = options.get("initial_lr", options["lr"]) or _PROBE_LR
             groups.append({"params": [torch.nn.Parameter(self._drawn(shape)) for shape in _PROBE_SHAPES], **options})
             self.parameters += groups[-1]["params"]
         used = groups[0] if len(groups) == 1 else copy.deepcopy(model.defaults)
