@@ -25,6 +25,7 @@ class Buckets:
     """The part of a context that submits and finishes several requests at once."""
 
     _context: Any
+    _place: Any
 
     if TYPE_CHECKING:
 
@@ -33,9 +34,9 @@ class Buckets:
         def in_progress(self, handle: int) -> bool: ...
 
     @property
-    def address(self) -> int:
-        """The address of the native context."""
-        return int(ffi.cast("uintptr_t", self._context))
+    def place(self) -> int:
+        """Where the address of the native context is, until it is destroyed; then NULL is there."""
+        return int(ffi.cast("uintptr_t", self._place))
 
     def submit_each(self, buffers: Sequence[RequestBuffer], handles: Any) -> None:
         """Submits requests in their order; never blocks.

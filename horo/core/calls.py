@@ -51,8 +51,8 @@ if TYPE_CHECKING:
         ended: bool
         is_joining: bool
 
-        def use(self, context: int, /) -> None:
-            """Is the one of ``repeat`` from now on. ``context``: the address of the core's."""
+        def use(self, place: int, /) -> None:
+            """Is the one of ``repeat`` from now on. ``place``: ``Context.place``, which lives as long."""
 
         def execute(self, slot: Slot, memory: object, /) -> None:
             """Submits the request of a slot and waits for it. ``memory``: what the core then reads and writes.

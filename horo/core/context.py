@@ -94,7 +94,7 @@ class Context(Pairs, Buckets):
             self.log_lines.close()
             raise
         self.rank, self.size = setup.rank, setup.size
-        self._context = out[0]
+        self._context, self._place = out[0], out
         self.step = ffi.new("int64_t *")
         """The step of its training that the program is in, counted from 1; 0: in none. Messages name it."""
         lib.horo_show_step(self._context, self.step)
@@ -475,7 +475,7 @@ class Context(Pairs, Buckets):
         """Leaves the group and frees everything; idempotent. After an exception of a signal handler, call it again."""
         self._final_counters = self.counters()
         self.log_lines.forget_context()
-        context, self._context = self._context, ffi.NULL
+        context, self._context, self._place[0] = self._context, ffi.NULL, ffi.NULL
         lib.horo_destroy(context)
         self._timeline.finish()
         self._watch.close()

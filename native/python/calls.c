@@ -9,7 +9,7 @@ enum { SIGNAL_CHECK_MS = 100 };
 
 typedef struct {
     PyObject_HEAD
-    horo_context *context;
+    horo_context **context; /* NULL there once it is destroyed */
     PyObject *kept;         /* dict: slots by key */
     PyObject *active_calls; /* dict: see Runtime */
     PyObject *abandoned;    /* dict */
@@ -46,9 +46,10 @@ static int submit_and_wait(Caller *caller, Slot *slot) {
     if (!is_usual && !call(caller, caller_names.admit, (PyObject *)slot)) {
         return 0;
     }
+    horo_context *context = *caller->context;
     int status;
     Py_BEGIN_ALLOW_THREADS
-    status = horo_run(caller->context, slot->request, SIGNAL_CHECK_MS, slot->handle, NULL, 0);
+    status = horo_run(context, slot->request, SIGNAL_CHECK_MS, slot->handle, NULL, 0);
     Py_END_ALLOW_THREADS
     return status == HORO_OK || call(caller, caller_names.go_on, (PyObject *)slot);
 }
@@ -116,10 +117,10 @@ static PyObject *caller_execute(PyObject *self, PyObject *const *given, Py_ssize
     return run((Caller *)self, (Slot *)given[0], given[1]) ? Py_NewRef(Py_None) : NULL;
 }
 
-/* use(): is the job of this process from now on. */
-static PyObject *caller_use(PyObject *self, PyObject *context) {
+/* use(place): is the job of this process from now on. */
+static PyObject *caller_use(PyObject *self, PyObject *place) {
     Caller *caller = (Caller *)self;
-    caller->context = PyLong_AsVoidPtr(context);
+    caller->context = PyLong_AsVoidPtr(place);
     if (PyErr_Occurred()) {
         return NULL;
     }

@@ -112,7 +112,7 @@ class Runtime(Caller):
         self._names: defaultdict[tuple[int, str], Iterator[int]] = defaultdict(itertools.count)
         self._orders: defaultdict[tuple[int, str], threading.RLock] = defaultdict(threading.RLock)
         self._forked = False
-        self.use(self.core.address)
+        self.use(self.core.place)
 
     def name(self, kind: str, name: str | None, team: int = 0) -> str:
         """The name on the wire of one operation.
