@@ -131,7 +131,7 @@ def test_a_rank_that_dies_after_training_ends_the_job_with_its_code(elastic: Ela
 
 def test_too_few_ranks_end_the_job_in_time(elastic: Elastic) -> None:
     words = ("-np", "2", "--min-np", "2", "--elastic-timeout", "0.5")
-    _, err = elastic.train(*words, "30", "0:10:kill", code=75)
+    _, err = elastic.train(*words, "30", "0:10:kill", "2:init:hang", code=75)
     assert "hororun: 1 rank within 0.5 s (--elastic-timeout), of at least 2 (--min-np)" in err
 
 
