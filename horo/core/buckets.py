@@ -35,7 +35,7 @@ class Buckets:
 
     @property
     def place(self) -> int:
-        """Where the address of the native context is, until it is destroyed; then NULL is there."""
+        """The place of the address of the native context; NULL is there once it is destroyed."""
         return int(ffi.cast("uintptr_t", self._place))
 
     def submit_each(self, buffers: Sequence[RequestBuffer], handles: Any) -> None:
