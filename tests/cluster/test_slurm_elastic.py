@@ -83,9 +83,13 @@ def test_a_job_that_is_requeued_goes_on_from_its_last_commit(slurm: Slurm, tmp_p
     wait_until(begins, "the first training", 0.1, 2 * TORCH_S)
     slurm.on(first, [*words, str(number)])
 
+    moved: list[str] = []
+
     def begins_again() -> bool:
+        # Else it begins after two minutes. In the second in which Slurm has killed it, it refuses to begin it.
         with contextlib.suppress(RuntimeError):  # it is not in the queue, or not any more
-            slurm.on(first, ["scontrol", "update", f"JobId={number}", "StartTime=now"])  # else after two minutes
+            if not moved and "JobState=PENDING" in slurm.on(first, ["scontrol", "show", "job", str(number)]):
+                moved.append(slurm.on(first, ["scontrol", "update", f"JobId={number}", "StartTime=now+2"]))
         return len(begins()) > 1
 
     try:
