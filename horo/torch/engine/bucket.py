@@ -48,12 +48,7 @@ class Bucket(Request):
         runtime = self._runtime
         try:
             runtime.active_calls[self] = self._memory
-            if runtime.ended:
-                runtime.raise_ended(self.label)
-            if runtime.abandoned:
-                runtime.release_abandoned()
-            if runtime.is_joining:
-                runtime.joining.settle_before(f"'{self.label}'")
+            runtime.admit_unnamed(self.label)
             runtime.core.submit_each([cached.buffer for cached in self._requests], self.handles)
             self._handle = self.handles[len(self._requests) - 1]
         finally:

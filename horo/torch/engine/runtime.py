@@ -154,14 +154,22 @@ class Runtime(Caller):
         Raises:
             UsageError, AbortedError: As ``raise_ended``; or its name is taken.
         """
+        self.admit_unnamed(cached.wire_name)
+        if cached.taken_name in self.taken_names:
+            self.taken_names[cached.taken_name].check_name()
+
+    def admit_unnamed(self, label: str) -> None:
+        """As ``admit``, for what takes no name. ``label``: what messages call it.
+
+        Raises:
+            UsageError, AbortedError: As ``raise_ended``.
+        """
         if self.ended:
-            self.raise_ended(cached.wire_name)
+            self.raise_ended(label)
         if self.abandoned:
             self.release_abandoned()
         if self.is_joining:
-            self.joining.settle_before(f"'{cached.wire_name}'")
-        if cached.taken_name in self.taken_names:
-            self.taken_names[cached.taken_name].check_name()
+            self.joining.settle_before(f"'{label}'")
 
     def go_on(self, cached: CachedRequest) -> None:
         """Goes on with a request that the core has refused, that has failed, or that takes long, in ``execute``.
