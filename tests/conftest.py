@@ -1,6 +1,7 @@
 """Around every run: a folder for what its processes leave behind, and what makes the tests run that were skipped."""
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -87,9 +88,10 @@ def pytest_collection_modifyitems(config: Config, items: list[Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def place_in_a_job() -> Iterator[None]:
-    """A test whose process was a rank does not leave its place to the processes of the next."""
+    """A test whose process was a rank leaves neither its place nor its level of the log to the next."""
     yield
     os.environ.pop("HORO_RANK_PROCESS", None)
+    logging.getLogger("horo").setLevel(logging.NOTSET)
 
 
 @pytest.fixture

@@ -178,9 +178,11 @@ def test_more_sends_than_the_ring_takes_wait_for_a_late_receiver(rank: Rank) -> 
         handles = [rank.send(array, last, i) for i, array in enumerate(arrays)]
         rank.barrier()
         assert rank.context.in_progress(handles[0])
+        rank.barrier()
         rank.finish(*handles)
         return
     rank.barrier()
+    rank.barrier()  # it was seen to wait
     if rank.rank == last:
         for i in reversed(range(len(arrays))):
             got = np.zeros(1000, np.int32)
