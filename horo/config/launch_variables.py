@@ -83,7 +83,7 @@ class LaunchVariables:
     host_commit_fd: str | None = exact_variable(
         "HORO_HOST_COMMIT_FD",
         str,
-        "In an elastic job: memory for what the commits of all processes of this host have in common.",
+        "In an elastic job: the same for all processes of this host.",
     )
     elastic_dir: str | None = exact_variable(
         "HORO_ELASTIC_DIR",

@@ -8,8 +8,8 @@ has written before its end, in that order.
 The slots lie far apart in the file, which has memory only where something was written, so that each can grow. No memory
 is allocated for a commit that is as large as those before it.
 
-What is equal on all ranks of a host can lie in a further memfd, which all workers of the host inherit: each rank writes
-a share of it there before its own record.
+A further memfd, which all workers of a host inherit, can have what is equal on all of its ranks: each writes a share of
+it there before its own record.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import NamedTuple
 from horo.errors import ResourceError
 from horo.inherited import inherited, words_of
 
-__all__ = ["Commit", "CommitMemory", "CommonMemory", "Found", "Share", "create", "inherited", "words_of"]
+__all__ = ["Commit", "CommitMemory", "CommitShare", "CommonMemory", "Found", "create", "inherited", "words_of"]
 
 _MAGIC = b"horocmt1"
 _RECORD = struct.Struct("<8sQQQQQ32s32s")
@@ -239,7 +239,7 @@ class CommitMemory(_Slots):
 
 
 @dataclass(frozen=True)
-class Share:
+class CommitShare:
     """The part of one rank in what all ranks of a host write together."""
 
     index: int
@@ -265,7 +265,7 @@ class CommonMemory(_Slots):
         self.identity = os.fstat(fd).st_ino
         """Equal for all workers of an agent, and no others."""
 
-    def write(self, key: bytes, share: Share, size: int, fill: Callable[[mmap.mmap], None]) -> None:
+    def write(self, key: bytes, share: CommitShare, size: int, fill: Callable[[mmap.mmap], None]) -> None:
         """Writes a share of a commit, which is whole when all ranks have.
 
         Args:

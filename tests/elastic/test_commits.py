@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from jobs import wait_until
 
 from horo.elastic import commits
-from horo.elastic.commits import Commit, CommitMemory, CommonMemory, Found, Share
+from horo.elastic.commits import Commit, CommitMemory, CommitShare, CommonMemory, Found
 from horo.errors import ResourceError
 
 SECRET = b"s" * 16
@@ -141,7 +141,7 @@ def share(
         if is_cut:
             raise KeyboardInterrupt
 
-    memory.write(key_of(number, generation), Share(index, count, generation), SIZE, fill)
+    memory.write(key_of(number, generation), CommitShare(index, count, generation), SIZE, fill)
 
 
 def key_of(number: int, generation: int = 1) -> bytes:

@@ -20,7 +20,7 @@ import torch
 
 from horo.elastic import commits
 from horo.elastic.commit_file import CommitFile
-from horo.elastic.commits import Commit, CommitMemory, CommonMemory, Found, Share
+from horo.elastic.commits import Commit, CommitMemory, CommitShare, CommonMemory, Found
 from horo.torch.functions.pickling import pickled
 
 __all__ = ["Copies", "Kept", "layout_digest"]
@@ -70,7 +70,7 @@ class Copies:
 
     def __init__(self, memory: CommitMemory, common: CommonMemory | None = None) -> None:
         self._memory, self._common = memory, common
-        self.share: Share | None = None
+        self.share: CommitShare | None = None
         self.common_identity = 0 if common is None else common.identity
         """Equal on ranks that have the same common memory; 0: this one has none."""
         self._views: list[tuple[mmap.mmap, _Layout, list[torch.Tensor]]] = []
@@ -109,7 +109,7 @@ class Copies:
         self._memory.write(commit, self._digest, self._end, self._pickled_layout + pickled(objects), fill)
 
     def _write_share(
-        self, common: CommonMemory, share: Share, commit: Commit, tensors: Sequence[torch.Tensor]
+        self, common: CommonMemory, share: CommitShare, commit: Commit, tensors: Sequence[torch.Tensor]
     ) -> bytes:
         """Writes what is this rank's of tensors that all ranks have; returns the key of the whole."""
         layout = _layout(tensors)

@@ -13,7 +13,7 @@ import torch
 from horo.bootstrap.elastic import membership
 from horo.bootstrap.launchers.variables import read_launch
 from horo.config.table import LaunchVariables, environment, read_variables
-from horo.elastic.commits import CommitMemory, CommonMemory, Share, inherited
+from horo.elastic.commits import CommitMemory, CommitShare, CommonMemory, inherited
 from horo.elastic.loop import run_elastic, share_latest
 from horo.elastic.state import State
 from horo.errors import UsageError
@@ -137,7 +137,7 @@ class _Job:
             copies, rank = state._copies, topology.rank()
             rows = self.gather([copies.common_identity])
             ranks = [each for each in _runtime.current().job.host_ranks if rows[each] == rows[rank]]
-            copies.share = Share(ranks.index(rank), len(ranks), generation) if copies.common_identity else None
+            copies.share = CommitShare(ranks.index(rank), len(ranks), generation) if copies.common_identity else None
 
     def forget(self, state: State) -> None:
         forget_all()

@@ -115,7 +115,7 @@ class TorchState(ObjectState):
         return [each for _, each in self._parts() if isinstance(each, OptimizerStateHandler)]
 
     def _sharded(self) -> list[Any]:
-        """What shards the optimizers, of those that are sharded."""
+        """The sharding of each optimizer that is sharded."""
         found = (getattr(each.value, "_sharded_step", None) for each in self._optimizers())
         return [sharded for sharded in found if sharded is not None]
 
