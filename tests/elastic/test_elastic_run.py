@@ -156,12 +156,14 @@ def commit_what_is_no_longer_equal(folder: str) -> None:
         values: list[list[float]] = model.weight.tolist()
         return values
 
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+
     @hvd.elastic.run
     def train(state: Any) -> None:
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.ones(2)).sum().backward()
-            optimizer.step()
+        step()
         trained = model.weight.tolist()
         state.commit()
         assert restored() == trained
@@ -169,6 +171,7 @@ def commit_what_is_no_longer_equal(folder: str) -> None:
         if hvd.rank() == 0:
             state.save()  # of this rank alone
         assert (restored() == trained, state.epoch) == (True, int(hvd.rank() == 0))
+        step()
         with torch.no_grad():
             model.weight.add_(hvd.rank())
         changed = model.weight.tolist()
