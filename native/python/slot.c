@@ -2,11 +2,12 @@
 #include "calls.h"
 
 static PyObject *slot_tensor_type;
-static PyObject *slot_forward_mode; /* its _current_level is not negative while tensors may have tangents */
+static PyObject *slot_forward_mode; /* has _current_level, not negative while tensors may have tangents */
 static dlpack_reader *slot_reader;
 
 static struct {
-    PyObject *current_level, *requires_grad, *is_neg, *untyped_storage, *storage_offset, *data_ptr, *address, *new_output;
+    PyObject *current_level;
+    PyObject *requires_grad, *is_neg, *untyped_storage, *storage_offset, *data_ptr, *address, *new_output;
 } slot_names;
 
 void hr_know_tensors(PyObject *type, dlpack_reader *read, PyObject *forward_mode) {

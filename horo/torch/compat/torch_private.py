@@ -171,7 +171,8 @@ forward_mode: Any = forward_ad if hasattr(forward_ad, "_current_level") else Sim
 
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Whether forward-mode autograd follows a tensor."""
-    return forward_mode._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+    unpack: Any = forward_ad.unpack_dual  # torch leaves it untyped
+    return forward_mode._current_level >= 0 and unpack(tensor).tangent is not None
 
 
 def owner_counter() -> Callable[[int], int] | None:
