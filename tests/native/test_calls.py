@@ -22,7 +22,9 @@ class Kept(Slot):
     def __init__(self, name: str, tensor: Any) -> None:
         super().__init__()
         array = tensor.detach().numpy()
-        self.buffer = context.RequestBuffer.of(context.OPS["allreduce"], name, describe([array], [array]))
+        self.buffer = context.RequestBuffer.of(
+            context.OPS["allreduce"], name, describe([array], [array]), reduce_op=context.REDUCE_OPS["sum"]
+        )
         self.bind(*self.buffer.places(), False)
         self.learn(tensor, tensor, tensor.nbytes, tensor.nbytes)
 
@@ -47,7 +49,7 @@ class Job(Caller):
 class Bucket(Ready):
     def __init__(self) -> None:
         super().__init__()
-        self.states, self.room, self.run, self.full = [], 2, -1, 0
+        self.states, self.room, self.run, self.full = [], 2, 0, 0  # outside backward, the run is -1
 
     def admit(self, gradient: Gradient) -> bool:
         return gradient.held is None
