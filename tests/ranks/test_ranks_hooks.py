@@ -13,7 +13,7 @@ from rank_pool import on
 import horo.torch as hvd
 from horo.core.calls import know_torch
 from horo.torch.compat.profiler import profiling
-from horo.torch.compat.torch_private import exchange_table
+from horo.torch.compat.torch_private import exchange_table, forward_mode
 from horo.torch.engine import operation, runtime
 
 
@@ -68,14 +68,14 @@ def test_a_gradient_may_change_between_two_steps(has_table: bool) -> None:
     values[1].register_post_accumulate_grad_hook(replace)  # before that of horo
     named = [(f"changed {has_table} {at}", value) for at, value in enumerate(values)]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(values, lr=0.0), named)
-    know_torch(torch.Tensor, exchange_table() if has_table else None, profiling, operation.count_change)
+    know_torch(torch.Tensor, exchange_table() if has_table else None, profiling, operation.count_change, forward_mode)
     try:
         for change in CHANGES.values():
             for step in range(5):
                 changes[:] = [change] if step in {2, 3} else []
                 _step(values, optimizer, step)
     finally:
-        know_torch(torch.Tensor, exchange_table(), profiling, operation.count_change)
+        know_torch(torch.Tensor, exchange_table(), profiling, operation.count_change, forward_mode)
         _kept.clear()
 
 
