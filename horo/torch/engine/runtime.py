@@ -179,6 +179,14 @@ class Runtime(Caller):
         """
         self.core.go_on(cached.buffer)
 
+    def submit_again(self, cached: CachedRequest) -> None:
+        """Submits a request that the core has refused, in ``submit_each``.
+
+        Raises:
+            HoroError: As ``Context.submit``.
+        """
+        self.core.submit(cached.buffer)
+
     def take_left(
         self, cached: CachedRequest, tensor: torch.Tensor, output: torch.Tensor, out: torch.Tensor | None
     ) -> torch.Tensor:
