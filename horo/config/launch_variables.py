@@ -80,6 +80,11 @@ class LaunchVariables:
         str,
         "In an elastic job: memory for the commits of this process, which outlives it.",
     )
+    host_commit_fd: str | None = exact_variable(
+        "HORO_HOST_COMMIT_FD",
+        str,
+        "In an elastic job: the same for all processes of this host.",
+    )
     elastic_dir: str | None = exact_variable(
         "HORO_ELASTIC_DIR",
         str,

@@ -77,7 +77,7 @@ if TYPE_CHECKING:
             the result is in memory of the core, or copied to ``out``: a UsageError if that has other rows.
         """
 
-    def know_torch(tensor_type: type, exchange: Any, profiling: Any, count_change: Any, /) -> None:
+    def know_torch(tensor_type: type, exchange: Any, profiling: Any, count_change: Any, forward_mode: Any, /) -> None:
         """Tells what of torch the others need. ``exchange``: the capsule of DLPack's table, or None."""
 
 else:

@@ -16,7 +16,7 @@ import socket
 import stat
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from horo.elastic.commits import LAYOUT_BYTES, Commit, Found
@@ -64,8 +64,12 @@ class CommitFile:
     def __str__(self) -> str:
         return str(self._path)
 
-    def write(self, found: Found) -> bool:
+    def write(self, found: Found, joined: Callable[[], Found | None] | None = None) -> bool:
         """Makes it the commit in the file, unless that has one which is as late. One process at a time does so.
+
+        Args:
+            found: The commit.
+            joined: Called if it is to be written: gives it with all of its data, or None if they are gone.
 
         Returns:
             Whether it was written.
@@ -81,7 +85,10 @@ class CommitFile:
                     left.unlink(missing_ok=True)
             draft = self._folder / f"{_DRAFT}{os.getpid()}"
             try:
-                _write(draft, found)
+                whole = found if joined is None else joined()
+                if whole is None:
+                    return False
+                _write(draft, whole)
                 if _number(self._path) >= 0:
                     self._path.replace(self._before)
                 draft.replace(self._path)

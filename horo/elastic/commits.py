@@ -7,23 +7,28 @@ has written before its end, in that order.
 
 The slots lie far apart in the file, which has memory only where something was written, so that each can grow. No memory
 is allocated for a commit that is as large as those before it.
+
+A further memfd, which all workers of a host inherit, can have what is equal on all of its ranks: each writes a share of
+it there before its own record.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import mmap
 import os
 import struct
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from horo.errors import ResourceError
 from horo.inherited import inherited, words_of
 
-__all__ = ["Commit", "CommitMemory", "Found", "create", "inherited", "words_of"]
+__all__ = ["Commit", "CommitMemory", "CommitShare", "CommonMemory", "Found", "create", "inherited", "words_of"]
 
 _MAGIC = b"horocmt1"
 _RECORD = struct.Struct("<8sQQQQQ32s32s")
@@ -32,6 +37,10 @@ _CHECKSUM = struct.Struct("<I")
 _RECORD_SPACING = 512
 _SLOT_SPACING = 1 << 40
 _SLOTS = 2
+_SHARE = struct.Struct("<QI32s")
+"""Of one rank: the number of the write, from 1; the number of shares; the key. A checksum follows."""
+_SHARE_SPACING = 64
+_MOST_SHARES = 1 << 12
 _GRAIN = 1 << 20
 """Slots grow by multiples of it."""
 _ALIGNMENT = 64
@@ -82,7 +91,7 @@ def create() -> int:
     try:
         fd = os.memfd_create("horo-commits", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(fd, _SLOTS * _SLOT_SPACING + mmap.PAGESIZE)
+            os.ftruncate(fd, _SLOTS * (_SLOT_SPACING + _SHARE_SPACING * _MOST_SHARES))
         except OSError:
             os.close(fd)
             raise
@@ -95,7 +104,42 @@ def create() -> int:
     return fd
 
 
-class CommitMemory:
+class _Slots:
+    """A memory with two slots behind its records.
+
+    Args:
+        fd: From ``create``; closed by ``close``, or with this object.
+        records: The bytes of the records, in whole pages.
+    """
+
+    def __init__(self, fd: int, records: int) -> None:
+        self._fd = fd
+        self._closer = weakref.finalize(self, os.close, fd)
+        self._closer.atexit = False
+        self._records = mmap.mmap(fd, records)
+        self._maps: list[mmap.mmap | None] = [None] * _SLOTS
+
+    def close(self) -> None:
+        """Closes the descriptor. Data that were read stay valid."""
+        self._records.close()
+        self._maps = [None] * _SLOTS
+        self._closer()
+
+    def _map(self, slot: int, size: int) -> mmap.mmap:
+        memory = self._maps[slot]
+        if memory is None or len(memory) < size:
+            try:
+                memory = mmap.mmap(self._fd, _grown(size), offset=self._place(slot))
+            except (OSError, ValueError) as error:
+                raise ResourceError(f"a commit of {size} bytes cannot be mapped: {error}") from None
+            self._maps[slot] = memory
+        return memory
+
+    def _place(self, slot: int) -> int:
+        return len(self._records) + slot * _SLOT_SPACING
+
+
+class CommitMemory(_Slots):
     """The commits of one worker, and of the one that had its slot before. For one thread at a time.
 
     Args:
@@ -106,28 +150,23 @@ class CommitMemory:
     """
 
     def __init__(self, fd: int, secret: bytes, *, keeps_last: bool = True) -> None:
-        self._fd = fd
-        self._closer = weakref.finalize(self, os.close, fd)
-        self._closer.atexit = False
+        super().__init__(fd, mmap.PAGESIZE)
         self._key = hmac.digest(secret, b"horo commit", "sha256")
         self._slots = _SLOTS if keeps_last else 1
-        self._records = mmap.mmap(fd, mmap.PAGESIZE)
-        self._maps: list[mmap.mmap | None] = [None] * _SLOTS
+        self._ends: list[int | None] = [None] * _SLOTS
+        """Of each slot, where its memory ends; None: an earlier process may have left any."""
 
-    def close(self) -> None:
-        """Closes the descriptor. Data that were read stay valid."""
-        self._records.close()
-        self._maps = [None] * _SLOTS
-        self._closer()
-
-    def latest(self) -> Found | None:
-        """The whole commit that was written last; None: there is none."""
+    def whole(self) -> Iterator[Found]:
+        """The whole commits, those first that were written last."""
         sequences = self._sequences()
         for slot in sorted(range(_SLOTS), key=sequences.__getitem__, reverse=True):
             found = self._read(slot)
             if found is not None:
-                return found
-        return None
+                yield found
+
+    def latest(self) -> Found | None:
+        """The whole commit that was written last; None: there is none."""
+        return next(self.whole(), None)
 
     def write(
         self, commit: Commit, layout: bytes, data_bytes: int, objects: bytes, fill: Callable[[mmap.mmap], None]
@@ -153,8 +192,8 @@ class CommitMemory:
         fill(memory)
         memory[objects_at : objects_at + len(objects)] = objects
         head = _Record(max(sequences) + 1, commit, data_bytes, len(objects), layout, b"")
-        packed = _pack(head._replace(mac=self._mac(head, objects)))
-        self._set_record(slot, packed + _CHECKSUM.pack(zlib.crc32(packed)))
+        self._set_record(slot, _checked(_pack(head._replace(mac=self._mac(head, objects)))))
+        self._give_back(slot, _grown(objects_at + len(objects)))
 
     def _sequences(self) -> list[int]:
         """The number of the write in each slot; 0: it has none that is whole."""
@@ -168,9 +207,9 @@ class CommitMemory:
         begin = slot * _RECORD_SPACING
         end = begin + _RECORD.size
         packed = self._records[begin:end]
-        (checksum,) = _CHECKSUM.unpack_from(self._records, end)
         magic, sequence, generation, number, data_bytes, object_bytes, layout, mac = _RECORD.unpack(packed)
-        if magic != _MAGIC or checksum != zlib.crc32(packed) or data_bytes + object_bytes >= _SLOT_SPACING // 2:
+        is_whole = _checked(packed) == self._records[begin : end + _CHECKSUM.size]
+        if magic != _MAGIC or not is_whole or data_bytes + object_bytes >= _SLOT_SPACING // 2:
             return None
         return _Record(sequence, Commit(generation, number), data_bytes, object_bytes, layout, mac)
 
@@ -188,16 +227,98 @@ class CommitMemory:
     def _mac(self, record: _Record, objects: bytes) -> bytes:
         return hmac.digest(self._key, _pack(record._replace(mac=bytes(32))) + objects, "sha256")
 
-    def _map(self, slot: int, size: int) -> mmap.mmap:
-        memory = self._maps[slot]
-        if memory is None or len(memory) < size:
-            wanted = -(-max(size, 1) // _GRAIN) * _GRAIN
-            try:
-                memory = mmap.mmap(self._fd, wanted, offset=mmap.PAGESIZE + slot * _SLOT_SPACING)
-            except (OSError, ValueError) as error:
-                raise ResourceError(f"a commit of {size} bytes cannot be mapped: {error}") from None
-            self._maps[slot] = memory
-        return memory
+    def _give_back(self, slot: int, end: int) -> None:
+        """Gives back the memory that larger commits have left in a slot."""
+        before, self._ends[slot] = self._ends[slot], end
+        if before is None or before > end:
+            with (
+                contextlib.suppress(OSError, ValueError),  # it stays, and nothing else is wrong
+                mmap.mmap(self._fd, _SLOT_SPACING - end, offset=self._place(slot) + end) as rest,
+            ):
+                rest.madvise(mmap.MADV_REMOVE)
+
+
+@dataclass(frozen=True)
+class CommitShare:
+    """The part of one rank in what all ranks of a host write together."""
+
+    index: int
+    count: int
+    """The number of ranks."""
+    generation: int
+    """The one in which they do."""
+
+
+class CommonMemory(_Slots):
+    """The part of the commits of a host that is equal on all of its ranks, each of which writes a share of it.
+
+    A rank that begins a commit knows that all others have finished the one before. So one commit is always whole, and
+    all ranks find the same one: the next one goes into the other slot. Readers need no lock: if ``find`` gives the same
+    memory again behind a look at it, that has not changed.
+
+    Args:
+        fd: From ``create``; closed by ``close``, or with this object.
+    """
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd, _SLOTS * _SHARE_SPACING * _MOST_SHARES)
+        self.identity = os.fstat(fd).st_ino
+        """Equal for all workers of an agent, and no others."""
+
+    def write(self, key: bytes, share: CommitShare, size: int, fill: Callable[[mmap.mmap], None]) -> None:
+        """Writes a share of a commit, which is whole when all ranks have.
+
+        Args:
+            key: Of 32 bytes; equal on all ranks, and on no other commit.
+            share: That of this rank.
+            size: Of the whole data.
+            fill: Writes the share into a memory of at least that length, which begins as the data do.
+
+        Raises:
+            ResourceError: There is not enough address space, or there are too many ranks.
+        """
+        if share.count > _MOST_SHARES:
+            raise ResourceError(f"a host has {share.count} ranks; sharding= is for up to {_MOST_SHARES} there")
+        found = [self._whole(slot) for slot in range(_SLOTS)]
+        latest = max(sequence for sequence, _ in found)
+        slot = 1 if latest and found[0][0] == latest else 0
+        memory = self._map(slot, size)
+        self._set_share(slot, share.index, bytes(_SHARE.size + _CHECKSUM.size))
+        fill(memory)
+        self._set_share(slot, share.index, _checked(_SHARE.pack(latest + 1, share.count, key)))
+
+    def find(self, key: bytes, size: int) -> mmap.mmap | None:
+        """The data of a commit, of which all shares are there; None: they are not, or no longer."""
+        for slot in range(_SLOTS):
+            if self._whole(slot)[1] == key:
+                return self._map(slot, size)
+        return None
+
+    def _whole(self, slot: int) -> tuple[int, bytes]:
+        """The number of the write of a whole commit and its key; 0: there is none."""
+        first = self._share(slot, 0)
+        sequence, count, key = _SHARE.unpack(first[: _SHARE.size])
+        is_whole = first == _checked(first[: _SHARE.size]) and 0 < count <= _MOST_SHARES
+        if not is_whole or any(self._share(slot, index) != first for index in range(1, count)):
+            return 0, b""
+        return sequence, key
+
+    def _share(self, slot: int, index: int) -> bytes:
+        begin = (slot * _MOST_SHARES + index) * _SHARE_SPACING
+        return self._records[begin : begin + _SHARE.size + _CHECKSUM.size]
+
+    def _set_share(self, slot: int, index: int, value: bytes) -> None:
+        begin = (slot * _MOST_SHARES + index) * _SHARE_SPACING
+        self._records[begin : begin + len(value)] = value
+
+
+def _checked(packed: bytes) -> bytes:
+    """A record with its checksum: one that is only partly there has another."""
+    return packed + _CHECKSUM.pack(zlib.crc32(packed))
+
+
+def _grown(size: int) -> int:
+    return -(-max(size, 1) // _GRAIN) * _GRAIN
 
 
 def _aligned(size: int) -> int:

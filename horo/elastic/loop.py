@@ -28,6 +28,9 @@ class LoopJob(Protocol):
     def adopt(self, state: State) -> bool:
         """Gives a state the memory of its slot; whether that had a commit of an earlier worker, which it has now."""
 
+    def share_out(self, state: State, generation: int) -> None:
+        """Settles, in each generation, which ranks of this host write a share of a commit each."""
+
     def forget(self, state: State) -> None:
         """Removes the gradients and reductions in progress of a step that was broken off."""
 
@@ -56,6 +59,7 @@ def run_elastic(function: Callable[[], _Result], state: State, job: LoopJob, mem
             if is_moved:
                 state.on_reset()
                 is_moved = False
+            job.share_out(state, membership.generation)
             share_latest(state, job, membership.generation)
             membership.committed(state._standing.commit.number, is_kept=state._standing.is_kept)
             result = function()
@@ -72,9 +76,10 @@ def run_elastic(function: Callable[[], _Result], state: State, job: LoopJob, mem
             raise
         except GroupError as caught:
             error = caught
-        is_moved, steps_lost = True, state._steps_since_commit()
-        if error is not None:
-            state.restore()  # while the rank and the size are still those of the job that has ended
+        is_moved = True
+        # while the rank and the size are still those of the job that has ended
+        steps_lost = state._steps_since_commit() if error is None else state._undo()
+        membership.committed(state._standing.commit.number, is_kept=state._standing.is_kept)
         membership.leave(error, steps_lost)
 
 

@@ -59,6 +59,8 @@ class StateStanding:
     membership: DriverLink | None = None
     is_kept: bool = False
     """Whether commits are in the memory of this worker's slot."""
+    is_together: bool = False
+    """Whether all ranks save the state now."""
 
     def next_commit(self) -> Commit:
         """The commit that follows."""
@@ -128,17 +130,15 @@ class State:
         """
         standing = self._standing
         before = standing.commit
-        self.save()
+        self._save_together()
         if standing.commit == before:  # the save() of a subclass that does not count
             standing.commit = standing.next_commit()
-        if standing.membership is not None:
-            standing.membership.committed(standing.commit.number, is_kept=standing.is_kept)
         self._check(is_saved=True)
 
     def check_host_updates(self) -> None:
         """Ends the training function on all ranks alike, if ranks are to come or to leave. The state is saved then.
 
-        All ranks call it at the same place. It costs a small broadcast in an elastic job, and nothing in others.
+        All ranks call it at the same place. It costs a small allreduce in an elastic job, and nothing in others.
 
         Raises:
             HostsUpdatedInterrupt: Ranks are to come or to leave.
@@ -166,13 +166,30 @@ class State:
         """The steps of training since the last commit; None: nobody counts them."""
         return None
 
+    def _undo(self) -> int | None:
+        """Returns to the last commit; the steps that are undone, None: nobody counts them."""
+        steps = self._steps_since_commit()
+        self.restore()
+        return steps
+
+    def _save_together(self) -> None:
+        self._standing.is_together = self._standing.membership is not None
+        try:
+            self.save()
+        finally:
+            self._standing.is_together = False
+
     def _check(self, *, is_saved: bool) -> None:
+        standing = self._standing
         found = self._changes()
-        if found or self._standing.membership is not None:
+        if found or standing.membership is not None:
             found = self._agree_on_change(found)
+        if is_saved and standing.membership is not None:
+            standing.membership.committed(standing.commit.number, is_kept=standing.is_kept)
         if found:
             if not is_saved:
-                self.save()
+                self._save_together()
+                self._agree_on_change(found)  # until all have saved it
             if found & HostUpdateResult.leave:
                 raise LeaveInterrupt
             raise HostsUpdatedInterrupt(found == HostUpdateResult.removed)

@@ -221,13 +221,14 @@ static void caller_dealloc(PyObject *self) {
     hr_free_object(self);
 }
 
-/* know_torch(Tensor, exchange, profiling, count_change); exchange: the capsule of DLPack's table, or None */
+/* know_torch(Tensor, exchange, profiling, count_change, forward_mode); exchange: DLPack's table (capsule) or None */
 static PyObject *know_torch(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t Py_UNUSED(count)) {
     const dlpack_table *table = given[1] == Py_None ? NULL : PyCapsule_GetPointer(given[1], "dlpack_exchange_api");
     if (PyErr_Occurred()) {
         return NULL;
     }
-    hr_know_tensors(given[0], table != NULL && table->major == DLPACK_MAJOR ? table->read : NULL);
+    dlpack_reader *read = table != NULL && table->major == DLPACK_MAJOR ? table->read : NULL;
+    hr_know_tensors(given[0], read, given[4]);
     caller_profiling = Py_NewRef(given[2]);
     caller_change_counter = Py_NewRef(given[3]);
     return Py_NewRef(Py_None);

@@ -39,7 +39,7 @@ static inline int hr_intern(PyObject **name, const char *text) {
 PyObject *hr_make_slot_type(void);
 
 /* `read`: NULL where torch has no table, and `CachedRequest.address` is asked. */
-void hr_know_tensors(PyObject *tensor_type, dlpack_reader *read);
+void hr_know_tensors(PyObject *tensor_type, dlpack_reader *read, PyObject *forward_mode);
 
 /* The tensor for the result, a new reference; None: the slot does not fit this call; NULL: an exception. */
 PyObject *hr_set_tensor(Slot *slot, PyObject *tensor, int in_place, PyObject *out);

@@ -2,14 +2,17 @@
 #include "calls.h"
 
 static PyObject *slot_tensor_type;
+static PyObject *slot_forward_mode; /* has _current_level, not negative while tensors may have tangents */
 static dlpack_reader *slot_reader;
 
 static struct {
+    PyObject *current_level;
     PyObject *requires_grad, *is_neg, *untyped_storage, *storage_offset, *data_ptr, *address, *new_output;
 } slot_names;
 
-void hr_know_tensors(PyObject *type, dlpack_reader *read) {
+void hr_know_tensors(PyObject *type, dlpack_reader *read, PyObject *forward_mode) {
     slot_tensor_type = Py_NewRef(type);
+    slot_forward_mode = Py_NewRef(forward_mode);
     slot_reader = read;
 }
 
@@ -45,10 +48,17 @@ static long long number_of(PyObject *tensor, PyObject *method) {
 }
 
 /*
- * Whether a tensor is what DLPack does not tell: without a graph, not negated lazily, its storage not cut off. Modes of
- * torch run code of Python here, and with it signal handlers: 0 may come with an exception, which is the caller's.
+ * Whether a tensor is what DLPack does not tell: without a graph or tangent, not negated lazily, its storage not cut
+ * off. Modes of torch run code of Python here, and with it signal handlers: 0 may come with an exception, which is the
+ * caller's.
  */
 static int is_plain(PyObject *object, dlpack_dtype dtype, int64_t bytes) {
+    PyObject *level = PyObject_GetAttr(slot_forward_mode, slot_names.current_level);
+    int has_no_tangent = level != NULL && PyLong_AsLong(level) < 0;
+    Py_XDECREF(level);
+    if (!has_no_tangent) {
+        return 0;
+    }
     PyObject *requires_grad = PyObject_GetAttr(object, slot_names.requires_grad);
     int is_so = requires_grad == Py_False && number_of(object, slot_names.is_neg) == 0;
     Py_XDECREF(requires_grad);
@@ -187,7 +197,8 @@ static PyType_Spec slot_spec = {
 };
 
 PyObject *hr_make_slot_type(void) {
-    int is_named = hr_intern(&slot_names.requires_grad, "requires_grad") && hr_intern(&slot_names.is_neg, "is_neg") &&
+    int is_named = hr_intern(&slot_names.current_level, "_current_level") &&
+                   hr_intern(&slot_names.requires_grad, "requires_grad") && hr_intern(&slot_names.is_neg, "is_neg") &&
                    hr_intern(&slot_names.untyped_storage, "untyped_storage") &&
                    hr_intern(&slot_names.storage_offset, "storage_offset") &&
                    hr_intern(&slot_names.address, "address") && hr_intern(&slot_names.data_ptr, "data_ptr") &&

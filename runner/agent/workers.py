@@ -1,4 +1,4 @@
-"""The workers of an elastic job on one host: each comes and goes by itself, and the memory of its slot outlives it."""
+"""The workers of an elastic job on one host: each comes and goes by itself, and memory for commits outlives it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ __all__ = ["WORKER_NAME", "HostWorkers"]
 WORKER_NAME = "HORO_WORKER"
 """The variable that has the number of a worker."""
 
+_COMMON = "common"
+"""In the place of a slot: of the memory that all workers have."""
+
 _STACK_S = 0.2
 """From the request for a stack to SIGKILL."""
 
@@ -31,7 +34,7 @@ class HostWorkers(HostRanks):
 
     def __init__(self, loop: Loop, guard: Guard, tree: Tree, grace_s: float, emit: Callable[[Event], None]) -> None:
         super().__init__(loop, guard, tree, grace_s, emit, each_has=WORKER_NAME)
-        self._memories: dict[Hashable, int] = {}  # by slot
+        self._memories: dict[Hashable, int] = {}  # by slot, and the common one
 
     def start_worker(
         self,
@@ -56,9 +59,10 @@ class HostWorkers(HostRanks):
         Raises:
             StartError: it cannot be started, for the named reason.
         """
-        memory = self._memory_of(slot, host)
-        own = {WORKER_NAME: str(worker), "HORO_COMMIT_FD": commits.words_of(memory)}
-        self.start(command, {worker: {**environment, **own}}, cwd, host, pass_fds=[memory])
+        own, common = self._memory_of(slot, host), self._memory_of(_COMMON, host)
+        words = {"HORO_COMMIT_FD": commits.words_of(own), "HORO_HOST_COMMIT_FD": commits.words_of(common)}
+        variables = {**environment, WORKER_NAME: str(worker), **words}
+        self.start(command, {worker: variables}, cwd, host, pass_fds=[own, common])
 
     def end_worker(self, worker: int, *, at_once: bool) -> None:
         """SIGTERM to a worker and its process group, and SIGKILL after the grace time, or at once.

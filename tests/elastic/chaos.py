@@ -47,7 +47,7 @@ class Chaos:
         self.faults: Counter[str] = Counter()
         self._seen: dict[int, tuple[str, float]] = {}
         self._errors = (folder / "stderr").open("w+b")
-        words = ("-np", str(SIZE), "--min-np", "1", WORKER, str(folder))
+        words = ("-np", str(SIZE), "--min-np", "1", WORKER, str(folder), choose.choice(("", "optimizer")))
         options = {"stderr": self._errors, "environment": LIMITS}
         self.job: Launched = hororun.start(*words, where=f"localhost:{SLOTS}", **options)
 

@@ -1,6 +1,7 @@
 """A worker of an elastic job whose weight is minus the number of its steps, until the file ``stop`` is in its folder.
 
-It writes the number of its steps to ``steps.PID``, and raises an exception on SIGUSR1. Argument: the folder.
+It writes the number of its steps to ``steps.PID``, and raises an exception on SIGUSR1. Arguments: the folder, and what
+of the optimizer is sharded, if anything is.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ hvd.init()
 model = torch.nn.Linear(1, 300, bias=False)
 torch.nn.init.zeros_(model.weight)
 optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
-optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+sharding: Any = sys.argv[2] or None
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), sharding=sharding)
 
 
 @hvd.elastic.run

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from jobs import wait_until
 
+import horo.elastic.commits
 import horo.torch as hvd
 import horo.torch.elastic
 import horo.torch.elastic.copies
@@ -99,6 +100,7 @@ class Trainer:
         self.state.register_reset_callbacks([self.count_reset])
         self.model[0].weight.register_hook(self.in_backward)
         self.dies_before(horo.torch.elastic.copies.Copies, "_views_of", "commit", lambda: self.state.step)
+        self.dies_before(horo.elastic.commits.CommitMemory, "write", "own record", lambda: self.state.step)
         self.dies_before(horo.torch.elastic.state, "overwrite", "sync", lambda: self.state.step)
         self.dies_before(sys.modules["torch.optim.adam"], "adam", "inside step", lambda: self.state.step)
         self.dies_before(self.member, "_begin", "init", lambda: self.state.step)
@@ -182,6 +184,7 @@ def train(folder: str, plan: Plan) -> None:
         "sizes": trainer.sizes,
         "resets": trainer.resets,
         "commit": trainer.state._standing.commit,
+        "own_bytes": next(trainer.state._copies._memory.whole()).data_bytes,
     }
     Path(folder, f"result.{trainer.worker}").write_text(json.dumps(result))
     hvd.shutdown()

@@ -27,9 +27,9 @@ _SECRET = b"s" * 32
 _JOB = "job"
 
 
-def _work(environment: dict[str, str], files: tuple[str, str, str], program: Callable[..., None], args: Any) -> None:
-    """The life of a worker; ``files``: its pipe to the driver, the memory of its slot, its log."""
-    pipe, memory, log = files
+def _work(environment: dict[str, str], files: tuple[str, ...], program: Callable[..., None], args: Any) -> None:
+    """The life of a worker; ``files``: its pipe to the driver, the memory of its slot and of all slots, its log."""
+    pipe, memory, common, log = files
     sink = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(sink, 1)
     os.dup2(sink, 2)
@@ -37,6 +37,7 @@ def _work(environment: dict[str, str], files: tuple[str, str, str], program: Cal
     end = os.open(pipe, os.O_WRONLY)
     os.environ["HORO_END_PIPE"] = f"{end}:{os.fstat(end).st_ino}"
     os.environ["HORO_COMMIT_FD"] = commits.words_of(os.open(memory, os.O_RDWR))
+    os.environ["HORO_HOST_COMMIT_FD"] = commits.words_of(os.open(common, os.O_RDWR))
     program(*args)
     os._exit(0)  # an interpreter with torch takes a second to end
 
@@ -66,6 +67,7 @@ class Seats:
         self._pipes: dict[int, int] = {}
         self._slots: dict[int, int] = {}
         self._memories: list[int] = []
+        self._common = commits.create()
         self._seated: dict[int, int] = {}
         self._ready: set[int] = set()
         self.reports: list[tuple[int, dict[str, Any]]] = []
@@ -78,7 +80,7 @@ class Seats:
             if worker.is_alive():
                 worker.kill()
             worker.join()
-        for fd in [*self._pipes.values(), *self._memories]:
+        for fd in [*self._pipes.values(), *self._memories, self._common]:
             os.close(fd)
         self._store.close()
         self._server.close()
@@ -127,9 +129,9 @@ class Seats:
             "OMP_NUM_THREADS": "1",
             **self._environment,
         }
-        memory = f"/proc/{os.getpid()}/fd/{self._memories[slot]}"
+        memories = [f"/proc/{os.getpid()}/fd/{each}" for each in (self._memories[slot], self._common)]
         log = f"{self._folder.name}/log.{worker}"
-        arguments = (environment, (pipe, memory, log), self._program, self._args)
+        arguments = (environment, (pipe, *memories, log), self._program, self._args)
         process = multiprocessing.get_context("forkserver").Process(target=_work, args=arguments)
         process.start()
         self._workers[worker] = process

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from jobs import wait_until
 
 from horo.elastic import commits
-from horo.elastic.commits import Commit, CommitMemory, Found
+from horo.elastic.commits import Commit, CommitMemory, CommitShare, CommonMemory, Found
 from horo.errors import ResourceError
 
 SECRET = b"s" * 16
@@ -106,6 +107,83 @@ def test_a_memory_of_one_slot_has_none_then() -> None:
     with pytest.raises(KeyboardInterrupt):
         write(memory, Commit(1, 3), cut=7)
     assert memory.latest() is None
+    memory.close()
+
+
+def test_memory_of_larger_commits_is_given_back() -> None:
+    fd = commits.create()
+    first, later = (CommitMemory(os.dup(fd), SECRET) for _ in range(2))
+    for number in (1, 2):
+        write(first, Commit(1, number), 5 << 20)
+    assert os.fstat(fd).st_blocks * 512 > 10 << 20
+    for number in (3, 4):
+        write(later, Commit(1, number))
+    assert os.fstat(fd).st_blocks * 512 < 3 << 20
+    assert number_of(later.latest()) == 4
+    first.close()
+    later.close()
+    os.close(fd)
+
+
+# ---- What the ranks of a host write together ----
+
+SIZE = 2 * mmap.PAGESIZE + 3
+
+
+def share(
+    memory: CommonMemory, number: int, index: int, count: int, generation: int = 1, *, is_cut: bool = False
+) -> None:
+    """A share of a commit whose every byte is its number."""
+
+    def fill(data: mmap.mmap) -> None:
+        begin, end = (SIZE * edge // count for edge in (index, index + 1))
+        data[begin : begin + 1 if is_cut else end] = bytes([number]) * (1 if is_cut else end - begin)
+        if is_cut:
+            raise KeyboardInterrupt
+
+    memory.write(key_of(number, generation), CommitShare(index, count, generation), SIZE, fill)
+
+
+def key_of(number: int, generation: int = 1) -> bytes:
+    return b"%32d" % (100 * generation + number)
+
+
+def is_there(memory: CommonMemory, number: int, generation: int = 1) -> bool:
+    data = memory.find(key_of(number, generation), SIZE)
+    assert data is None or data[:SIZE] == bytes([number]) * SIZE
+    return data is not None
+
+
+@given(st.lists(st.sampled_from(["whole", "cut", "missing"]), min_size=1, max_size=4), st.integers(1, 4), st.data())
+def test_a_commit_of_which_a_share_is_missing_leaves_the_one_before(ends: list[str], later: int, data: Any) -> None:
+    fd, count = commits.create(), len(ends)
+    ranks = [CommonMemory(os.dup(fd)) for _ in range(max(later, count))]
+    reader = CommonMemory(fd)
+    for number in (1, 2):
+        for index in data.draw(st.permutations(range(count))):
+            share(ranks[index], number, index, count)
+    for index in data.draw(st.permutations(range(count))):
+        if ends[index] == "cut":
+            with pytest.raises(KeyboardInterrupt):
+                share(ranks[index], 3, index, count, is_cut=True)
+        elif ends[index] == "whole":
+            share(ranks[index], 3, index, count)
+        assert is_there(reader, 2)
+    is_whole = set(ends) == {"whole"}
+    assert is_there(reader, 3) == is_whole
+    for index in data.draw(st.permutations(range(later))):  # the next generation
+        assert is_there(reader, 3 if is_whole else 2)
+        share(ranks[index], 3, index, later, 2)
+    assert is_there(reader, 3, 2)
+    assert is_there(reader, 3 if is_whole else 2)
+    for memory in (*ranks, reader):
+        memory.close()
+
+
+def test_a_host_has_a_greatest_number_of_shares() -> None:
+    memory = CommonMemory(commits.create())
+    with pytest.raises(ResourceError, match="a host has 5000 ranks"):
+        share(memory, 1, 0, 5000)
     memory.close()
 
 

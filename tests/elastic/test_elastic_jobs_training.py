@@ -87,7 +87,9 @@ def test_a_rank_goes_on_alone_when_the_next_rank_0_dies_in_init(hororun: Hororun
 def test_a_sharded_job_goes_on_with_fewer_ranks_when_one_dies_while_owners_write(
     hororun: Hororun, tmp_path: Path
 ) -> None:
-    goes_on(hororun, tmp_path, {1: (6, "inside step")}, ("-np", "3", "--min-np", "1"), {0, 2}, sharding="optimizer")
+    deaths = {1: (6, "inside step")}
+    found = goes_on(hororun, tmp_path, deaths, ("-np", "3", "--min-np", "1"), {0, 2}, sharding="optimizer")
+    assert all(result["own_bytes"] == 0 for result in found.values())  # each rank has committed a share
 
 
 def goes_on(
@@ -97,7 +99,7 @@ def goes_on(
     words: tuple[str, ...],
     left: set[int],
     **options: Any,
-) -> None:
+) -> dict[int, Any]:
     """A job, begun anew from its last commit by those that are left, perhaps with newcomers."""
     plan = {"deaths": deaths, "every": 4, **options}
     places = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
@@ -111,6 +113,7 @@ def goes_on(
         assert result["resets"] >= 1  # its state is that of before
         seen = Counter(map(tuple, result["seen"]))
         assert seen == Counter((epoch, sample) for epoch in range(EPOCHS) for sample in range(SAMPLES))
+    return found
 
 
 def count_to(steps: int) -> tuple[int, int, int]:

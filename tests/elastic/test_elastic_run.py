@@ -50,6 +50,24 @@ def test_a_job_goes_on_without_a_rank_that_is_killed(tmp_path: Path, place: str,
     assert all(result["sizes"] == [3, 2] and result["resets"] == 1 for result in found.values())
 
 
+@pytest.mark.parametrize("place", ["commit", "own record"])
+def test_a_sharded_job_goes_on_from_the_last_commit_of_which_all_shares_are_there(tmp_path: Path, place: str) -> None:
+    found, seats = run(tmp_path, Plan({1: (4, place)}, every=2, sharding="optimizer"), 3)
+    assert sorted(found) == [0, 2]
+    assert all(result["own_bytes"] == 0 for result in found.values())  # two ranks, a share each
+    told = {(report["commit"], report["steps"]) for _, report in seats.reports if "waits" in report}
+    assert told <= ({(1, 2)} if place == "commit" else {(1, 2), (2, 0)})  # a rank may look before the others are done
+
+
+def test_a_sharded_job_whose_ranks_all_die_in_a_commit_goes_on_from_the_memory_of_their_host(tmp_path: Path) -> None:
+    plan = Plan({0: (8, "commit"), 1: (8, "own record")}, every=4, sharding="optimizer")
+    found, _ = run(tmp_path, plan, 2, replace=True)
+    assert found.keys() == {2, 3}
+    for result in found.values():
+        assert result["resets"] == 1  # it begins with the commit
+        assert result["commit"][1] < 20  # else training has begun anew
+
+
 @pytest.mark.parametrize("place", ["backward", "commit"])
 def test_a_dead_rank_is_replaced_and_the_newcomer_has_the_state_of_the_others(tmp_path: Path, place: str) -> None:
     found, seats = run(tmp_path, Plan({0: (3, place)}, every=3, awaits=1), 2, replace=True)
@@ -74,11 +92,13 @@ def test_the_only_rank_with_the_state_dies_while_it_gives_that(tmp_path: Path) -
     assert sorted(found) == [2, 3]
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_parameters_after_a_death_are_those_of_a_job_of_the_same_sizes_without(tmp_path: Path, victim: int) -> None:
+@pytest.mark.parametrize(("victim", "sharding"), [(0, None), (2, None), (2, "optimizer")])
+def test_parameters_after_a_death_are_those_of_a_job_of_the_same_sizes_without(
+    tmp_path: Path, victim: int, sharding: str | None
+) -> None:
     kept, folder = {"HORO_ELASTIC_DIR": str(tmp_path / "kept")}, tmp_path / "without"
     folder.mkdir()
-    with Seats(train, str(folder), Plan(), replace=False, environment=kept) as seats:
+    with Seats(train, str(folder), Plan(sharding=sharding), replace=False, environment=kept) as seats:
         seats.leaves = True
         assert seats.run(3) == {0: 0, 1: 0, 2: 0}, seats.logs()
     left = CommitFile(kept["HORO_ELASTIC_DIR"]).read()
@@ -86,7 +106,7 @@ def test_parameters_after_a_death_are_those_of_a_job_of_the_same_sizes_without(t
     with Seats(train, str(folder), Plan(), replace=False, environment=kept) as seats:
         assert seats.run(2) == {0: 0, 1: 0}, seats.logs()
     expected = json.loads((folder / "result.0").read_text())["digest"]
-    found, _ = run(tmp_path, Plan({victim: (left.commit.number, "backward")}), 3)
+    found, _ = run(tmp_path, Plan({victim: (left.commit.number, "backward")}, sharding=sharding), 3)
     assert {result["digest"] for result in found.values()} == {expected}
 
 
@@ -119,6 +139,57 @@ def test_nothing_of_the_broken_steps_is_left_wherever_gradients_are_cleared(
         waits = next(report for worker, report in seats.reports if worker == 1 and "waits" in report)
         assert (waits["commit"], waits["steps"]) == (2, place[0] - 4)
     assert len(digests) == 1
+
+
+def commit_what_is_no_longer_equal(folder: str) -> None:
+    """The program of a worker that commits while rank 0 has other values for a while."""
+    hvd.init()
+    model = torch.nn.Linear(2, 3, bias=False)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), sharding="optimizer")
+    state = hvd.elastic.TorchState(model, optimizer, epoch=0)
+    sizes = []
+
+    def restored() -> list[list[float]]:
+        sizes.append(next(state._copies._memory.whole()).data_bytes)
+        state.restore()
+        values: list[list[float]] = model.weight.tolist()
+        return values
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        step()
+        trained = model.weight.tolist()
+        state.commit()
+        assert restored() == trained
+        state.epoch = 1
+        if hvd.rank() == 0:
+            state.save()  # of this rank alone
+        assert (restored() == trained, state.epoch) == (True, int(hvd.rank() == 0))
+        step()
+        with torch.no_grad():
+            model.weight.add_(hvd.rank())
+        changed = model.weight.tolist()
+        state.commit()
+        assert restored() == changed
+        with torch.no_grad():
+            model.weight.sub_(hvd.rank())
+
+    train(state)
+    Path(folder, f"sizes.{hvd.rank()}").write_text(json.dumps(sizes))
+    hvd.shutdown()
+
+
+def test_ranks_that_do_not_have_the_same_values_commit_all_of_theirs(tmp_path: Path) -> None:
+    with Seats(commit_what_is_no_longer_equal, str(tmp_path), replace=False) as seats:
+        assert seats.run(2) == {0: 0, 1: 0}, seats.logs()
+    assert json.loads((tmp_path / "sizes.0").read_text()) == [0, 128, 128]
+    assert json.loads((tmp_path / "sizes.1").read_text()) == [0, 0, 128]
 
 
 class Opened(torch.utils.data.Dataset[tuple[int, list[str]]]):

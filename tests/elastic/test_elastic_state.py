@@ -385,6 +385,9 @@ class Fake:
     def adopt(self, state: Any) -> bool:
         return False
 
+    def share_out(self, state: Any, generation: int) -> None:
+        pass
+
     def forget(self, state: Any) -> None:
         self.calls.append("forget")
 
@@ -424,7 +427,7 @@ def test_an_error_of_the_group_goes_back_to_the_commit(error: type[GroupError]) 
         return int(state.epoch)
 
     assert looped(fake, state, train) == 3
-    leaving = ["committed 1", f"leave {error.__name__}", "join", "forget", "committed 1"]
+    leaving = ["committed 1", "committed 1", f"leave {error.__name__}", "join", "forget", "committed 1"]
     assert fake.calls == ["forget", "committed 0", *leaving]
     assert fake.course == "begun done"
     assert resets == [2]

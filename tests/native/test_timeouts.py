@@ -172,7 +172,10 @@ except Exception as error:
 os._exit(0)
 """
 
-CASES = [("[3]", 0), ("[3]", 1), ("[2, 2]", 0), ("[2, 2]", 2), ("[2, 2]", 3)]
+CASES = [
+    *(("[3]", 0), ("[3]", 1), ("[2, 2]", 0), ("[2, 2]", 2), ("[2, 2]", 3)),
+    *((str([1] * hosts), stopped) for hosts, stopped in ((4, 0), (8, 7))),  # which others ask for others
+]
 
 
 def lines_of(hosts: str, stopped: int, where: str) -> dict[str, str]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from jobs import wait_until
 from rank_pool import RankPool, on
+from torch.autograd import forward_ad
 from torch.distributed import ReduceOp
 
 import horo.torch as hvd
@@ -42,6 +43,30 @@ def _cut() -> torch.Tensor:
     return tensor
 
 
+def _with_tangent(operation: Any, *options: Any) -> Callable[[Any, str | None], Any]:
+    """A call whose tensor has a tangent if it is of zeros."""
+
+    def call(x: torch.Tensor, name: str | None) -> Any:
+        with forward_ad.dual_level():
+            given = x if x.any() else forward_ad.make_dual(x, torch.ones_like(x))
+            return operation([given] if "grouped" in operation.__name__ else given, *options, name=name)
+
+    return call
+
+
+WITH_TANGENT = {
+    f"tangent, {operation.__name__}": _with_tangent(operation, *options)
+    for operation, *options in (
+        (hvd.allgather,),
+        (hvd.allreduce,),
+        (hvd.allreduce_,),
+        (hvd.alltoall,),
+        (hvd.broadcast, 0),
+        (hvd.broadcast_, 0),
+        (hvd.grouped_allreduce,),
+        (hvd.reducescatter,),
+    )
+}
 CALLS: dict[str, Callable[[Any, str | None], Any]] = {
     "adasum": lambda x, name: hvd.allreduce(x, op=hvd.Adasum, name=name),
     "allgather": lambda x, name: hvd.allgather(x, name=name),
@@ -78,6 +103,7 @@ CALLS: dict[str, Callable[[Any, str | None], Any]] = {
     "vmap": lambda x, name: (
         hvd.allreduce(x, name=name) if x.any() else torch.func.vmap(lambda row: hvd.allreduce(row, name=name))(x)
     ),
+    **WITH_TANGENT,
 }
 _NO_RULE = "torch.func (vmap, grad, jvp and others) has no rule for what all ranks do together; call it outside of the"
 REFUSALS: list[tuple[str, Any, Any, str]] = [
@@ -91,6 +117,7 @@ REFUSALS: list[tuple[str, Any, Any, str]] = [
     ("allreduce", ONES, _nested, "another shape on each rank; use torch.nested.to_padded_tensor(tensor, 0.0)"),
     ("vmap", ONES, torch.zeros(1, 2), _NO_RULE),
     ("func.grad", ONES, torch.zeros(2), _NO_RULE),
+    *((call, ONES, torch.zeros(2), "forward-mode autograd (make_dual) has no rule") for call in WITH_TANGENT),
     ("allreduce", ONES, _fake, "(FakeTensor) has no memory of its own, so there is nothing to send; call it with the"),
     ("alltoall", ONES, _nested, "nested tensors are not supported here"),
     ("broadcast_", torch.ones(3), _cut, "needs 16 bytes, and its storage has 8"),

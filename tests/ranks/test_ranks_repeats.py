@@ -22,7 +22,7 @@ import horo.torch as hvd
 from horo.core import context
 from horo.core.calls import know_torch
 from horo.torch.compat.profiler import profiling
-from horo.torch.compat.torch_private import exchange_table
+from horo.torch.compat.torch_private import exchange_table, forward_mode
 from horo.torch.engine import operation, request_cache, runtime
 from horo.torch.engine.request import Request
 
@@ -75,7 +75,7 @@ CHANGES: list[Callable[[torch.Tensor], Any]] = [
 def test_a_tensor_may_change_between_two_calls(has_table: bool) -> None:
     """Also where this torch has no table of functions for C."""
     table = exchange_table() if has_table else None
-    know_torch(torch.Tensor, table, profiling, operation.count_change)
+    know_torch(torch.Tensor, table, profiling, operation.count_change, forward_mode)
     try:
         tensor, out = torch.full((2,), 1.0), torch.empty(2)
         for change in [*CHANGES[:-1], *CHANGES]:
@@ -91,7 +91,7 @@ def test_a_tensor_may_change_between_two_calls(has_table: bool) -> None:
                         assert hvd.broadcast(tensor, 1, name="out", out=tensor) is tensor
             assert torch.equal(tensor, own)
     finally:
-        know_torch(torch.Tensor, exchange_table(), profiling, operation.count_change)
+        know_torch(torch.Tensor, exchange_table(), profiling, operation.count_change, forward_mode)
 
 
 REPEATED: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {

@@ -1,7 +1,6 @@
 """Each rank's part of a DataLoader: together those of one process, in its order, whatever the loader is made of."""
 
 import itertools
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -155,9 +154,11 @@ def test_batches_of_a_batch_sampler_are_dealt_out(ranks2: RankPool) -> None:
 
 
 @on("ranks2")
-def test_torchs_own_batch_sampler_and_no_batches_are_dealt_out_by_samples() -> None:
-    batches = hvd.shard(DataLoader(range(9), batch_sampler=BatchSampler(range(9), 2, drop_last=True)))
+def test_samples_are_dealt_out_one_by_one_and_in_whole_batches_of_a_sampler_of_the_scripts_own() -> None:
+    batches = hvd.shard(DataLoader(range(9), batch_sampler=BatchSampler(SequentialSampler(range(9)), 2, True)))
     assert epoch_of(batches) == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]][hvd.rank()]
+    own = hvd.shard(DataLoader(range(10), batch_size=2, sampler=range(10)))
+    assert epoch_of(own) == [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [9]]][hvd.rank()]
     singly = hvd.shard(DataLoader(range(5), batch_size=None))
     assert list(singly) == [[0, 2, 4], [1, 3, 0]][hvd.rank()]
 
@@ -298,18 +299,17 @@ class Unseeded:
         return iter([hvd.rank(), 2])
 
 
-class Drawn:
-    """A sampler of the script's own, without a seed: its order is drawn while it is read."""
-
-    def __iter__(self) -> Iterator[int]:
-        for first in random.sample(range(0, 8, 2), 4):
-            yield from (torch.randperm(2) + first).tolist()
-
-
 DIFFERENCES: dict[str, tuple[Callable[[], Any], str]] = {
     "length": (lambda: DataLoader(range(4 + hvd.rank())), r"their length \(4 and 5\); give all ranks the whole"),
     "batch size": (lambda: DataLoader(range(4), 1 + hvd.rank()), r"their batch size \(1 and 2\); make the loader"),
-    "order": (lambda: DataLoader(range(4), sampler=Unseeded()), r"their order; give the sampler a seed .*, or seed r"),
+    "order": (
+        lambda: DataLoader(range(4), sampler=Unseeded()),
+        r"their order; let it draw in its __iter__",
+    ),
+    "sampler": (
+        lambda: DataLoader(range(4), shuffle=hvd.rank() == 0),
+        r"their sampler \(RandomSampler and SequentialSampler\); make the loader alike",
+    ),
     "stream": (lambda: DataLoader(Stream(), **with_workers(hvd.rank())), r"their workers \(0 and 1\)"),
 }
 
@@ -324,16 +324,6 @@ def test_loaders_that_differ_between_ranks_are_an_error_on_all(ranks2: RankPool,
             iter(loader)
 
     ranks2.run(check)
-
-
-@on("ranks2")
-def test_a_sampler_that_draws_from_global_generators_is_shared_once_all_ranks_seed_them_alike() -> None:
-    loader = hvd.shard(DataLoader(range(8), sampler=Drawn()))
-    random.seed(3)
-    torch.manual_seed(3)
-    own = [samples.item() for _ in range(2) for samples in loader]
-    everyone = hvd.allgather_object(own)
-    assert sorted(everyone[0] + everyone[1]) == sorted([*range(8)] * 2)
 
 
 @on("ranks2")

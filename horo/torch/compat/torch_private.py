@@ -12,7 +12,7 @@ from types import CodeType, FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import profiler
+from torch.autograd import forward_ad, profiler
 from torch.autograd.graph import increment_version
 
 __all__ = [
@@ -29,7 +29,9 @@ __all__ = [
     "exchange_table",
     "fail_future",
     "forgets_works",
+    "forward_mode",
     "has_step_hooks",
+    "has_tangent",
     "is_autograd_compiled",
     "is_step_hooked",
     "is_transformed",
@@ -56,6 +58,7 @@ PRIVATE_NAMES = {
     "torch.autograd.Variable._execution_engine.queue_callback": "likewise",
     "torch.autograd.function.BackwardCFunction.apply": "a nested backward is known by torch's own entries alone",
     "torch._C._functorch.is_functorch_wrapped_tensor": "an operation inside torch.func is refused in other words",
+    "torch.autograd.forward_ad._current_level": "an operation drops the tangent of a tensor",
     "torch._C._increment_version": "tensors are marked as changed one at a time",
     "torch._C._storage_Use_Count": "every gradient counts as shared",
     "torch.UntypedStorage._cdata": "the address of the memory stands for it",
@@ -78,7 +81,7 @@ PRIVATE_NAMES = {
 }
 """Each name, and what is done without it."""
 
-READ_IN_PLACE = ("_version", "_is_profiler_enabled", "_cdata")
+READ_IN_PLACE = ("_version", "_is_profiler_enabled", "_cdata", "_current_level")
 
 
 # -- autograd ------------------------------------------------------------------------------------------------------
@@ -160,6 +163,16 @@ def transform_finder() -> Callable[[Any], bool]:
 
 
 is_transformed = transform_finder()
+
+
+forward_mode: Any = forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=-1)
+"""Its ``_current_level`` is not negative while tensors may have tangents."""
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether forward-mode autograd follows a tensor."""
+    unpack: Any = forward_ad.unpack_dual  # torch leaves it untyped
+    return forward_mode._current_level >= 0 and unpack(tensor).tangent is not None
 
 
 def owner_counter() -> Callable[[int], int] | None:

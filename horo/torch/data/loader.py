@@ -6,14 +6,14 @@ import copy
 import itertools
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from horo.elastic.shares import Share
 from horo.errors import UsageError
-from horo.torch.data.parts import OrderPart, Portion
+from horo.torch.data.parts import OrderPart, Portion, draw_apart, in_runs
 from horo.torch.engine import topology
 from horo.torch.functions.objects import gather_objects
 from horo.torch.ops.process_set import ProcessSet
@@ -31,8 +31,8 @@ _ADVICE = {
     "length": "give all ranks the whole dataset, of which hvd.shard takes a part; without hvd.shard if each has a part",
     "epoch": "call iter() of the loader equally often on all ranks, also for a look at the first batch",
     "position": "give all ranks one state: loader.load_state_dict(hvd.broadcast_object(state))",
-    "order": "give the sampler a seed or a generator of its own, equal on all ranks, "
-    "or seed random, numpy and torch alike on all before the loop",
+    "order": "let it draw in its __iter__, from random, numpy.random, torch or its attribute generator, which have one "
+    "seed on all ranks there; or give what it draws from one",
 }
 _OTHER_ADVICE = "make the loader alike on all ranks"
 
@@ -53,10 +53,12 @@ class Sharing(NamedTuple):
 class _Progress:
     """The progress of an epoch."""
 
-    def __init__(self, epoch: int, begin: int = 0) -> None:
+    def __init__(self, epoch: int, begin: int = 0, head: int | None = None) -> None:
         self.epoch = epoch
         self.begin = begin
         """The number of items of the order of all ranks before the first; of a stream, of batches of each rank."""
+        self.head = head
+        """A checksum of the begin of the order of a sampler that torch does not have."""
         self.batches = 0
         """The number of batches that this rank has taken since."""
 
@@ -94,7 +96,7 @@ class ShardedLoader(DataLoader[_T_co]):
     def state_dict(self) -> dict[str, Any]:
         """The epoch and the position after the batches that the loop has taken; the same on all ranks."""
         now = self._now or self._next
-        return {**self._kind(), "epoch": now.epoch, "done": self._done(now), "seed": self._seed}
+        return {**self._kind(), "epoch": now.epoch, "done": self._done(now), "seed": self._seed, "order": now.head}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Has the next ``iter()`` go on where ``state_dict()`` was called. All ranks load the same state.
@@ -112,7 +114,8 @@ class ShardedLoader(DataLoader[_T_co]):
                     f"hvd.shard: the loader cannot go on from a state with {state_dict[name]} {name}: it has {own}"
                 )
         self._seed = state_dict["seed"]
-        self._next, self._now = _Progress(state_dict["epoch"], state_dict["done"]), None
+        progress = _Progress(state_dict["epoch"], state_dict["done"], state_dict.get("order"))
+        self._next, self._now = progress, None
 
     def __iter__(self) -> Any:
         sharing, progress = self._sharing, self._next
@@ -120,21 +123,20 @@ class ShardedLoader(DataLoader[_T_co]):
         if self._seed is None:
             # Each rank draws, so that ranks whose generators are alike keep them alike.
             self._seed = int(torch.empty((), dtype=torch.int64).random_(generator=sharing.generator)) % _SEEDS
+        self._seed = self._agree(progress)
+        generator = torch.Generator().manual_seed(self._seed + progress.epoch)
         whole: Any = self.dataset if sharing.part is None else sharing.part
         whole = whole.whole
         for item in (whole, getattr(whole, "sampler", None)):
             if (set_epoch := getattr(item, "set_epoch", None)) is not None:
                 set_epoch(progress.epoch)
-        order, head = None, 0
-        if sharing.part is not None and type(whole) not in {SequentialSampler, *_SEEDED}:
-            order, compared = itertools.tee(whole)
-            head = zlib.crc32(repr(list(itertools.islice(compared, _COMPARED))).encode())
-        self._agree(progress, head)
-        generator = torch.Generator().manual_seed(self._seed + progress.epoch)
         if sharing.part is None:
             self.generator = generator  # of the seeds of workers: those of all ranks are to read the same stream
+        elif _is_torchs(whole):
+            sharing.part.begin(itertools.islice(_seeded(whole, generator), progress.begin, None))
         else:
-            sharing.part.begin(itertools.islice(order or _seeded(whole, generator), progress.begin, None))
+            rest = itertools.islice(self._own_order(whole, progress), progress.begin, None)
+            sharing.part.begin(in_runs(rest, sharing.batch_items, sharing.place.size))
         self._next, self._now = _Progress(progress.epoch + 1), progress
         batches = super().__iter__()
         if sharing.part is None:
@@ -163,30 +165,55 @@ class ShardedLoader(DataLoader[_T_co]):
                 "hvd.elastic.ElasticSampler in an elastic job"
             )
 
-    def _agree(self, progress: _Progress, head: int) -> None:
-        """Compares the loaders of all ranks, and gives all the seed of the first.
+    def _own_order(self, whole: Any, progress: _Progress) -> Iterator[Any]:
+        """The order of a sampler of the script's own, the same on all ranks.
 
-        Args:
-            progress: Of the epoch that begins.
-            head: A checksum of the begin of an order that depends on more than the seed.
+        Raises:
+            UsageError: It is another one on another rank, or than when the state was saved that the epoch begins from.
+        """
+        sharing = self._sharing
+        found = (getattr(item, "generator", None) for item in (whole, getattr(whole, "sampler", None)))
+        generators = [each for each in found if isinstance(each, torch.Generator)]
+        block = sharing.batch_items * sharing.place.size
+        order, compared = itertools.tee(draw_apart(whole, cast("int", self._seed) + progress.epoch, generators, block))
+        head = zlib.crc32(repr(list(itertools.islice(compared, _COMPARED))).encode())
+        self._compare({"order": head})
+        if progress.begin and progress.head not in {None, head}:
+            raise UsageError(
+                f"hvd.shard: the order of {type(whole).__name__} in epoch {progress.epoch} is another one than when "
+                "the state was saved, as it depends on more than seed and epoch; save states between epochs, or begin "
+                f"the next one: loader.set_epoch({progress.epoch + 1})"
+            )
+        progress.head = head
+        return order
+
+    def _agree(self, progress: _Progress) -> int:
+        """Compares the loaders of all ranks, and returns the seed of the first.
 
         Raises:
             UsageError: They differ.
         """
         sharing = self._sharing
-        if sharing.place.size == 1:
-            return
+        whole = None if sharing.part is None else sharing.part.whole
         own = {
             **self._kind(),
             "batch size": self.batch_size or sharing.batch_items,
             "drop_last": self.drop_last,
             "tail": sharing.place.tail,
+            "sampler": type(whole).__name__,
             "epoch": progress.epoch,
             "position": progress.begin,
-            "order": head,
         }
-        everyone = gather_objects((own, self._seed), "hvd.shard", sharing.process_set)
-        first, (ours, self._seed) = next(iter(everyone.items()))
+        return self._compare(own)
+
+    def _compare(self, own: dict[str, Any]) -> int:
+        """Refuses to go on when these values differ between ranks. Returns the seed of the first rank."""
+        sharing, seed = self._sharing, cast("int", self._seed)
+        if sharing.place.size == 1:
+            return seed
+        everyone: dict[int, tuple[dict[str, Any], int]]
+        everyone = gather_objects((own, seed), "hvd.shard", sharing.process_set)
+        first, (ours, seed) = next(iter(everyone.items()))
         for rank, (theirs, _) in everyone.items():
             for name, value in ours.items():
                 if theirs.get(name) != value:
@@ -195,6 +222,7 @@ class ShardedLoader(DataLoader[_T_co]):
                         f"hvd.shard: the loaders of rank {first} and rank {rank} differ in their {name}{values}; "
                         f"{_ADVICE.get(name, _OTHER_ADVICE)}"
                     )
+        return seed
 
     def _kind(self) -> dict[str, Any]:
         """The things that a state has in common with the loaders that can go on from it."""
@@ -240,6 +268,10 @@ def _length(order: Any) -> int | None:
         return len(order)
     except (TypeError, NotImplementedError):
         return None
+
+
+def _is_torchs(sampler: Any) -> bool:
+    return type(sampler) in {SequentialSampler, *_SEEDED}
 
 
 def _seeded(sampler: Any, generator: torch.Generator) -> Iterator[Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +13,7 @@ import torch
 from horo.elastic.shares import Share, Tail, deal
 from horo.errors import UsageError
 
-__all__ = ["OrderPart", "Portion", "StreamPart"]
+__all__ = ["OrderPart", "Portion", "StreamPart", "draw_apart", "in_runs"]
 
 
 class Portion(NamedTuple):
@@ -81,3 +84,46 @@ class StreamPart(torch.utils.data.IterableDataset[Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.whole, name, value)
+
+
+def draw_apart(order: Iterable[Any], seed: int, generators: list[torch.Generator], block: int) -> Iterator[Any]:
+    """An order that is drawn by a seed, whatever the script draws meanwhile, which goes on as if nothing was drawn.
+
+    While the order is read, a block at a time, this seed is that of ``random``, numpy, torch and these generators.
+    """
+    generators = [torch.default_generator, *generators]
+    sources: list[tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = [
+        (random.getstate, random.setstate, random.seed),
+        *((each.get_state, each.set_state, each.manual_seed) for each in generators),
+    ]
+    if numbers := getattr(sys.modules.get("numpy"), "random", None):
+        sources.append((numbers.get_state, numbers.set_state, lambda seed: numbers.seed(seed % (1 << 32))))
+    states: list[Any] = []
+    items: Iterator[Any] | None = None
+    while True:
+        script = [get() for get, _, _ in sources]
+        try:
+            for number, (_, put, begin) in enumerate(sources):
+                put(states[number]) if states else begin(seed)
+            items = items or iter(order)
+            drawn = list(itertools.islice(items, block))
+            states = [get() for get, _, _ in sources]
+        finally:
+            for (_, put, _), state in zip(sources, script, strict=True):
+                put(state)
+        if not drawn:
+            return
+        yield from drawn
+
+
+def in_runs(order: Iterator[Any], length: int, size: int) -> Iterator[Any]:
+    """The same order with the items of a step moved, so that each rank gets so many that follow each other.
+
+    If a last step is not a whole one, its items are not moved, and each rank gets its part of it.
+    """
+    while step := list(itertools.islice(order, length * size)):
+        if len(step) < length * size:
+            yield from step
+        else:
+            for place in range(length):
+                yield from step[place::length]

@@ -40,8 +40,9 @@ def shard(
     on all. Each epoch is shuffled anew, by a seed that the first rank draws in the first ``iter()``: from the generator
     of the loader or sampler, else from torch's own. So ``torch.manual_seed`` on that rank makes a run repeatable.
 
-    A sampler or batch sampler of the script's own yields the whole order on every rank, and each rank takes its part.
-    Its ``set_epoch``, if it has one, is called for each epoch.
+    A sampler or batch sampler of the script's own yields the whole order on every rank; each takes whole batches. While
+    it draws, ``random``, numpy, torch and its ``generator`` have the epoch's seed; other draws of the script do not
+    change. Its ``set_epoch``, if any, is called for each epoch.
 
     Of an ``IterableDataset`` each rank reads everything, in each worker what that worker reads, and keeps its part. The
     stream has to be the same on all ranks. Random numbers in workers are, by the seed; without workers the dataset

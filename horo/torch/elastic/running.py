@@ -13,12 +13,13 @@ import torch
 from horo.bootstrap.elastic import membership
 from horo.bootstrap.launchers.variables import read_launch
 from horo.config.table import LaunchVariables, environment, read_variables
-from horo.elastic.commits import CommitMemory, inherited
+from horo.elastic.commits import CommitMemory, CommitShare, CommonMemory, inherited
 from horo.elastic.loop import run_elastic, share_latest
 from horo.elastic.state import State
 from horo.errors import UsageError
 from horo.torch.elastic.keeping import Keeping
 from horo.torch.elastic.state import TorchState
+from horo.torch.engine import runtime as _runtime
 from horo.torch.engine import topology
 from horo.torch.engine.submit import start_allgather
 from horo.torch.optimizer.membership import forget_all
@@ -123,10 +124,20 @@ class _Job:
         _first.append(state)
         if not isinstance(state, TorchState):
             return False
-        memory = _slot_memory()
-        if memory is not None and state._adopt(memory):
-            return True
+        own = read_variables(LaunchVariables, environment())
+        fd, common = inherited(own.commit_fd), inherited(own.host_commit_fd)
+        if fd is not None and own.secret is not None:
+            shared = None if common is None else CommonMemory(common)
+            if state._adopt(CommitMemory(fd, own.secret), shared):
+                return True
         return self._resumes and self._keeping is not None and self._keeping.resume()
+
+    def share_out(self, state: State, generation: int) -> None:
+        if isinstance(state, TorchState) and state._sharded():
+            copies, rank = state._copies, topology.rank()
+            rows = self.gather([copies.common_identity])
+            ranks = [each for each in _runtime.current().job.host_ranks if rows[each] == rows[rank]]
+            copies.share = CommitShare(ranks.index(rank), len(ranks), generation) if copies.common_identity else None
 
     def forget(self, state: State) -> None:
         forget_all()
@@ -143,12 +154,6 @@ class _Job:
 
 _first: list[State] = []
 """The first state that was run, once there is one. It has the memory of this worker's slot, and the file."""
-
-
-def _slot_memory() -> CommitMemory | None:
-    own = read_variables(LaunchVariables, environment())
-    fd = inherited(own.commit_fd)
-    return None if fd is None or own.secret is None else CommitMemory(fd, own.secret)
 
 
 def _keeping_of(state: State) -> Keeping | None:

@@ -10,10 +10,10 @@ import torch
 
 from horo.elastic import commits
 from horo.elastic.commit_file import CommitFile
-from horo.elastic.commits import Commit, CommitMemory
+from horo.elastic.commits import Commit, CommitMemory, CommonMemory
 from horo.elastic.state import HostUpdateResult, ObjectState
 from horo.errors import UsageError
-from horo.torch.elastic.copies import Copies, Kept
+from horo.torch.elastic.copies import Copies, Kept, layout_digest
 from horo.torch.elastic.handlers import (
     ModelStateHandler,
     OptimizerStateHandler,
@@ -25,9 +25,11 @@ from horo.torch.elastic.handlers import (
     set_handler_registry,
 )
 from horo.torch.engine import topology
-from horo.torch.engine.submit import run_broadcast
+from horo.torch.engine.operation import Operation
+from horo.torch.engine.submit import run_allreduce
 from horo.torch.functions.broadcast_state import agree, describe_shape, overwrite
 from horo.torch.functions.objects import broadcast_object, share_object
+from horo.torch.ops.allreduce import Max
 from horo.torch.ops.process_set import global_process_set
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
 ]
 
 _SYNC = "elastic.sync"
+_MEETINGS = {what: Operation("elastic", what, Max) for what in ("commit", "change")}
 
 
 class TorchState(ObjectState):
@@ -96,7 +99,7 @@ class TorchState(ObjectState):
         Raises:
             UsageError: The model or the optimizer has got other parameters since.
         """
-        self._load()
+        self._standing.commit = self._load()
         for handler in self._own_handlers():
             handler.restore()
 
@@ -110,6 +113,11 @@ class TorchState(ObjectState):
 
     def _optimizers(self) -> list[OptimizerStateHandler]:
         return [each for _, each in self._parts() if isinstance(each, OptimizerStateHandler)]
+
+    def _sharded(self) -> list[Any]:
+        """The sharding of each optimizer that is sharded."""
+        found = (getattr(each.value, "_sharded_step", None) for each in self._optimizers())
+        return [sharded for sharded in found if sharded is not None]
 
     def _own_handlers(self) -> list[StateHandler]:
         """The handlers that users have registered."""
@@ -143,19 +151,37 @@ class TorchState(ObjectState):
 
     def _write(self, commit: Commit) -> None:
         tensors: list[torch.Tensor] = []
-        self._copies.write(commit, self._capture(tensors), tensors)
+        self._copies.write(commit, self._capture(tensors), tensors, self._common_among(tensors))
         for handler in self._own_handlers():
             handler.save()
         self._standing.commit = commit
-        self._begin_steps()
+        self._steps_between = self._begin_steps()
+
+    def _common_among(self, tensors: list[torch.Tensor]) -> list[bool]:
+        """Of each tensor, whether it is equal on all ranks, which commit now; empty: none. Then waits for all of them.
+
+        So no rank begins a commit before all have finished the one before.
+        """
+        standing, sharded = self._standing, self._sharded()
+        is_sync = standing.incoming is not None  # all have got the same values
+        if standing.membership is None or not sharded or not (is_sync or standing.is_together):
+            return []
+        known = {id(tensor) for each in sharded for tensor in each.shared_tensors()}
+        is_common = [id(tensor) in known for tensor in tensors]
+        is_unlike = not is_sync and not all(each.is_placed() for each in sharded)
+        digest = layout_digest([tensor for tensor, is_one in zip(tensors, is_common, strict=True) if is_one])
+        sent = torch.tensor([is_unlike, digest, -digest], dtype=torch.int64, device="cpu")
+        run_allreduce([sent], _MEETINGS["commit"], in_place=True)
+        return is_common if sent.tolist() == [0, digest, -digest] else []
 
     def _load(self) -> Commit:
         kept = self._copies.read()
         if kept is None:
             raise UsageError("TorchState.restore: the last commit was broken off, so there is none")
-        return self._take(kept)
+        self._take(kept)
+        return kept.commit
 
-    def _take(self, kept: Kept) -> Commit:
+    def _take(self, kept: Kept) -> None:
         with torch.no_grad():
             for live, copy in zip(self._accept(kept.objects), kept.tensors, strict=True):
                 if live.shape != copy.shape:
@@ -165,18 +191,26 @@ class TorchState(ObjectState):
                     )
                 live.detach().copy_(copy)
         self._begin_steps()
-        return kept.commit
 
-    def _begin_steps(self) -> None:
+    def _begin_steps(self) -> int:
+        """Counts anew; returns the steps until now."""
+        done = self._steps_since_commit() or 0
         for optimizer in self._optimizers():
             optimizer.steps.done = 0
+        return done
+
+    def _undo(self) -> int | None:
+        before = self._standing.commit
+        steps = super()._undo()
+        is_broken = self._standing.commit < before  # another rank has not finished its share
+        return steps if steps is None or not is_broken else steps + self._steps_between
 
     def _steps_since_commit(self) -> int | None:
         return max((each.steps.done for each in self._optimizers()), default=None)
 
     def _agree_on_change(self, own: HostUpdateResult) -> HostUpdateResult:
-        sent = torch.tensor([int(own)], dtype=torch.uint8, device="cpu")
-        run_broadcast([sent], 0, "elastic.change", None, in_place=True)
+        sent = torch.tensor([0 if topology.rank() else int(own)], dtype=torch.int64, device="cpu")
+        run_allreduce([sent], _MEETINGS["change"], in_place=True)
         return HostUpdateResult(int(sent.item()))
 
     def _resume(self, file: CommitFile) -> bool:
@@ -201,19 +235,21 @@ class TorchState(ObjectState):
         self._write(kept.commit)
         return True
 
-    def _adopt(self, memory: CommitMemory) -> bool:
-        """Keeps commits in another memory from now on.
+    def _adopt(self, memory: CommitMemory, common: CommonMemory | None = None) -> bool:
+        """Keeps commits in other memory from now on.
 
         Returns:
             Whether it has the last commit that an earlier process has made there; else it is what it was.
         """
-        own, self._copies = self._copies, Copies(memory)
+        own, self._copies = self._copies, Copies(memory, common)
         self._standing.is_kept = True
         try:
             kept = self._copies.read()
             if kept is not None and kept.commit.generation > 0:
-                self._standing.commit = self._load()
-                return True
+                self._take(kept)
+                if kept.is_there():
+                    self._standing.commit = kept.commit
+                    return True
         except Exception as error:  # torch's, and whatever a user's class raises
             logging.getLogger("horo").warning("the commit of an earlier process does not fit this state: %s", error)
         theirs, self._copies = self._copies, own

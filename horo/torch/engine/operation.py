@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from horo.core import context
 from horo.errors import UnsupportedError, UsageError
-from horo.torch.compat.torch_private import change_counter, is_transformed
+from horo.torch.compat.torch_private import change_counter, has_tangent, is_transformed
 from horo.torch.engine.devices import new_empty, place
 
 __all__ = [
@@ -219,6 +219,11 @@ def check_tensor(tensor: torch.Tensor, kind: str, name: str | None = None, *, re
         reason = (
             "torch.func (vmap, grad, jvp and others) has no rule for what all ranks do together; call it outside of "
             "the function that is transformed, on what that returns"
+        )
+    elif has_tangent(tensor):
+        reason = (
+            "forward-mode autograd (make_dual) has no rule for what all ranks do together; call it on the parts of "
+            "torch.autograd.forward_ad.unpack_dual(tensor)"
         )
     elif tensor.is_nested:
         reason = (

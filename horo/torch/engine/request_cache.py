@@ -16,7 +16,7 @@ import torch
 from horo.core import context
 from horo.core.calls import Slot, know_torch
 from horo.torch.compat.profiler import begin_span, end_span, profiling
-from horo.torch.compat.torch_private import exchange_table, is_transformed
+from horo.torch.compat.torch_private import exchange_table, forward_mode, is_transformed
 from horo.torch.engine.devices import current_stream
 from horo.torch.engine.operation import (
     GATHERING,
@@ -33,7 +33,7 @@ __all__ = ["CachedRequest", "RequestCache", "address_of", "taken_name"]
 
 _Tensor, _strided, _contiguous = torch.Tensor, torch.strided, torch.contiguous_format  # looked up once, not per tensor
 
-know_torch(_Tensor, exchange_table(), profiling, count_change)
+know_torch(_Tensor, exchange_table(), profiling, count_change, forward_mode)
 
 _WEIGHT_MAX = 40_000
 """Most tensors of all requests in a cache, besides those of optimizers. With the objects of torch and Python for a
@@ -57,6 +57,7 @@ def address_of(tensor: torch.Tensor, shape: torch.Size | None, dtype: torch.dtyp
             and tensor.layout is _strided
             and tensor.is_cpu
             and not tensor.requires_grad
+            and forward_mode._current_level < 0
             and tensor.is_contiguous()
             and not tensor.is_neg()
             and has_all_memory(tensor)

@@ -81,6 +81,7 @@ struct hr_late {
     struct hr_part part;
     int64_t asked; /* the handle of the request that is late, about which others have been asked, and when; 0: none */
     int64_t asked_ns;
+    uint32_t roll_call; /* which the ranks of this host answer meanwhile */
 };
 
 /* The knowledge of a rank of the members of each team, also of those that it is no member of. */

@@ -17,7 +17,7 @@
  *   QUERY    u32 question                         (down only; whether the ranks below are still blocked; never 0)
  *   ASK      i32 rank                             (down only; the ranks below are asked where they stand)
  *   LATE     i32 rank, str16 name, str16 text     (both directions; whoever knows which ranks have not announced the
- *            name ends the group, with the text behind them)
+ *            name ends the group, with the text behind them; empty text: a leader has passed it on, to the rank)
  *                                                          TUNE     u8 is final, u32 n, n x u64 value of a knob
  *   LEAVE    i32 rank, i32 status, str16 text     (both directions; what others are told; empty: it has shut down)
  *   DONE     i32 rank                             (both directions)

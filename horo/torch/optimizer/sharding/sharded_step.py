@@ -28,6 +28,7 @@ from horo.errors import (
 )
 from horo.torch.compat.torch_private import order_step_hooks
 from horo.torch.engine import runtime as _runtime
+from horo.torch.engine import topology
 from horo.torch.engine.operation import count_change
 from horo.torch.optimizer.gradient_reducer import GradientReducer
 from horo.torch.optimizer.parameter_state import ParameterState
@@ -337,6 +338,24 @@ class _ShardedStep:
     def _window(self) -> Any:
         assert self._placement is not None
         return self._placement.window
+
+    # -- commits ---------------------------------------------------------------------------------------------------
+
+    def shared_tensors(self) -> list[torch.Tensor]:
+        """Parameters and their state, which are equal on all ranks of the job outside the window."""
+        optimizer = self._optimizer()
+        if optimizer is None or self._membership.size < topology.size():
+            return []
+        entries = [value for found in optimizer.state.values() for value in found.values()]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return parameters + [value for value in entries if isinstance(value, torch.Tensor)]
+
+    def is_placed(self) -> bool:
+        """Whether this rank has them as the owners have written them: it has changed none."""
+        optimizer, placement, state = self._optimizer(), self._placement, self._state
+        if optimizer is None or placement is None or state is None or self._states is None:
+            return False
+        return not placement.moved(self._states) and not placement.is_written() and state.is_placed(optimizer)
 
     # -- state_dict() ----------------------------------------------------------------------------------------------
 

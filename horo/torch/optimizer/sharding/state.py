@@ -91,6 +91,15 @@ class StatePlacement:
                 return False
         return True
 
+    def is_placed(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether all state is what owners have written."""
+        return len(optimizer.state) == len(self._entries) and all(
+            optimizer.state.get(state.parameter, {}).get(key) is entry.own
+            for state, entries in self._entries.items()
+            for key, entry in entries.items()
+            if type(entry) is _Entry
+        )
+
     def keep_only(self, states: Iterable[ParameterState]) -> None:
         """Forgets the state of parameters that the optimizer has no longer."""
         kept = set(states)

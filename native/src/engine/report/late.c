@@ -44,11 +44,40 @@ static void find_missing(const struct hr_lane *lane, const uint64_t *announced, 
     }
 }
 
-/* Another leader is to end the group, and is to blame where it does not. HORO_OK or a status. */
-static int pass(struct hr_lane *lane, struct hr_link *link, const struct hr_wire_message *message) {
+/* The link that a message of a member has come by; NULL: it is of this host. */
+static struct hr_link *link_of(const struct hr_lane *lane, int member) {
+    const int child = lane->leader.has_parent + member - lane->team->local_size;
+    return member < 0 ? &lane->leader.links[0] : member == 0 ? NULL : &lane->leader.links[child];
+}
+
+/* A message that the leaders behind a link, NULL: none, wait for that rank now. HORO_OK or a status. */
+static int tell_asked(struct hr_lane *lane, struct hr_link *link, int rank) {
     lane->leader.has_news = 1;
+    if (link == NULL || !link->open) {
+        return HORO_OK;
+    }
+    return hr_frame_put(&link->out, &(struct hr_wire_message){.type = HR_WIRE_LATE, .rank = rank});
+}
+
+/* Another leader is to end the group, and is to blame where it does not. HORO_OK or a status. */
+static int pass(struct hr_lane *lane, struct hr_link *link, int member, const struct hr_wire_message *message) {
     atomic_store(&lane->node->arena.header->asked_rank, 1 + link->leader_rank); /* partner: give_up */
-    return hr_frame_pass(&link->out, message);
+    HR_TRY(hr_frame_pass(&link->out, message));
+    return tell_asked(lane, link_of(lane, member), link->leader_rank);
+}
+
+/* A leader that was asked has passed that on, to `rank`: all who ask through this one wait for that rank now. */
+static int note_asked(struct hr_lane *lane, int member, int rank) {
+    _Atomic int32_t *asked = &lane->node->arena.header->asked_rank;
+    if (atomic_load(asked) == 1 + rank) {
+        return HORO_OK;
+    }
+    atomic_store(asked, 1 + rank);
+    for (int i = 0; i < lane->leader.link_count; i++) {
+        struct hr_link *link = &lane->leader.links[i];
+        HR_TRY(link == link_of(lane, member) ? HORO_OK : tell_asked(lane, link, rank));
+    }
+    return HORO_OK;
 }
 
 int hr_late_handle(void *owner, int member, const struct hr_wire_message *message, int64_t now_ns) {
@@ -56,12 +85,15 @@ int hr_late_handle(void *owner, int member, const struct hr_wire_message *messag
     struct hr_leader *leader = &lane->leader;
     const uint64_t *announced = NULL;
     (void)now_ns;
+    if (message->text.bytes == 0) {
+        return note_asked(lane, member, message->rank);
+    }
     if (member > 0 && member < lane->team->local_size) { /* its turn comes when all that is announced here is read */
         return hr_announcer_put(&lane->announcer, message);
     }
     const enum hr_agree_state state = hr_agree_look_up(&leader->agree, message->name, &announced);
     if (state != HR_AGREE_WAITING && (state != HR_AGREE_IDLE || member >= 0)) { /* all of this subtree have */
-        return lane->is_root || member < 0 ? HORO_OK : pass(lane, &leader->links[0], message);
+        return lane->is_root || member < 0 ? HORO_OK : pass(lane, &leader->links[0], member, message);
     }
     struct hr_rank_list who = {0};
     find_missing(lane, announced, &who);
@@ -72,7 +104,7 @@ int hr_late_handle(void *owner, int member, const struct hr_wire_message *messag
     for (int i = leader->has_parent; i < leader->link_count; i++) {
         struct hr_link *link = &leader->links[i];
         const int below = lane->team->local_size + i - leader->has_parent;
-        HR_TRY(link->open && is_missing(lane, announced, below) ? pass(lane, link, message) : HORO_OK);
+        HR_TRY(link->open && is_missing(lane, announced, below) ? pass(lane, link, member, message) : HORO_OK);
     }
     return HORO_OK;
 }
@@ -82,6 +114,7 @@ int hr_late_handle(void *owner, int member, const struct hr_wire_message *messag
 struct late {
     struct hr_lane *lane;
     int64_t handle;
+    uint32_t roll_call; /* of this rank, about this request; one that has answered a later one is there, too */
     char name[HORO_NAME_MAX + 1];
     char text[HORO_MESSAGE_MAX];
 };
@@ -102,7 +135,7 @@ static int64_t find_first(const struct hr_requests *requests, const struct hr_re
     return first_ns;
 }
 
-/* Tells the leader, and calls the roll. HORO_OK or a status. */
+/* Tells the leader, and wakes those who are to answer the roll call. HORO_OK or a status. */
 static int ask(const struct late *late, int64_t until_ns) {
     struct hr_lane *lane = late->lane;
     struct hr_node *node = lane->node;
@@ -118,23 +151,21 @@ static int ask(const struct late *late, int64_t until_ns) {
         atomic_store(&node->arena.blocks[leader].called_until_ns, until_ns); /* partner: needs, in stall.c */
         hr_node_call(node, leader);
     }
-    (void)atomic_fetch_add(&node->arena.header->roll_call, 1); /* partner: turn, in leave.c */
     hr_node_wake_all(node);
     return HORO_OK;
 }
 
 /* The ranks of this host that others wait for, and that have not answered the roll call: they are stopped. */
-static void find_silent(const struct hr_lane *lane, struct hr_rank_list *who) {
+static void find_silent(const struct hr_lane *lane, uint32_t roll_call, struct hr_rank_list *who) {
     const struct hr_team *team = lane->team;
     const struct hr_arena *arena = &lane->node->arena;
-    const uint32_t roll_call = atomic_load(&arena->header->roll_call);
     const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;
     for (int i = 0; i < team->local_size; i++) {
         const struct hr_arena_block *block = &arena->blocks[team->index_of_local[i]];
         const uint64_t place = atomic_load_explicit(&block->log_executed[team->number], memory_order_relaxed);
         /* a rank behind that place has done its part; where nothing is executed, the leader is to agree on it */
         const int is_awaited = is_executing ? place <= lane->executor.place : i == 0;
-        if (i != team->local_rank && is_awaited && atomic_load(&block->present) != roll_call) {
+        if (i != team->local_rank && is_awaited && (int32_t)(atomic_load(&block->present) - roll_call) < 0) {
             hr_rank_list_add(who, team->job_rank[team->rank_of_local[i]]);
         }
     }
@@ -145,7 +176,7 @@ static int give_up(const struct late *late, int is_last) {
     const struct hr_lane *lane = late->lane;
     const struct hr_wire_text text = text_of(late->text);
     struct hr_rank_list who = {0};
-    find_silent(lane, &who);
+    find_silent(lane, late->roll_call, &who);
     if (who.count == 0 && !is_last) {
         return 0;
     }
@@ -203,10 +234,13 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
     if (asked->asked_ns == 0 || asked->asked != late.handle) {
         asked->asked = late.handle;
         asked->asked_ns = now_ns;
+        /* partner: turn, in leave.c */
+        asked->roll_call = 1 + atomic_fetch_add(&engine->node->arena.header->roll_call, 1);
         if (ask(&late, now_ns + grace_ns) != HORO_OK) {
             hr_log(&engine->node->log, HORO_LOG_WARNING, "no memory to ask which ranks have not called %s", late.text);
         }
     }
+    late.roll_call = asked->roll_call;
     const int64_t look_ns = asked->asked_ns + GRACE_MS * 1000000ll;
     const int is_last = now_ns >= asked->asked_ns + grace_ns;
     if (now_ns >= look_ns && give_up(&late, is_last)) {
