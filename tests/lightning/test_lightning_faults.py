@@ -33,7 +33,7 @@ FAULTS = {
 CASES = [(strategy, fault) for strategy in ("horo", "ddp") for fault in FAULTS if (strategy, fault) != ("horo", "stop")]
 """What is stopped under "horo" is found by the timeout of a stall only."""
 USUAL = {("horo", "interrupt"), ("ddp", "kill")}
-"""That a rank dies under "horo" is in test_lightning_trainer.py; DDP's other faults are in test_distributed_faults.py."""
+"""A death under "horo" is in test_lightning_trainer.py; other faults of DDP are in test_distributed_faults.py."""
 
 
 @pytest.mark.parametrize(
