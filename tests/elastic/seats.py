@@ -49,10 +49,16 @@ class Seats:
         program: What a worker does, with the arguments behind it.
         replace: Whether a dead worker's slot gets another one.
         environment: Further variables of workers.
+        agents: The number of those among which slots are dealt out: each has a memory for its workers together.
     """
 
     def __init__(
-        self, program: Callable[..., None], *args: Any, replace: bool, environment: dict[str, str] | None = None
+        self,
+        program: Callable[..., None],
+        *args: Any,
+        replace: bool,
+        environment: dict[str, str] | None = None,
+        agents: int = 1,
     ) -> None:
         self._environment = environment or {}
         self.leaves = False
@@ -67,7 +73,7 @@ class Seats:
         self._pipes: dict[int, int] = {}
         self._slots: dict[int, int] = {}
         self._memories: list[int] = []
-        self._common = commits.create()
+        self._common = [commits.create() for _ in range(agents)]
         self._seated: dict[int, int] = {}
         self._ready: set[int] = set()
         self.reports: list[tuple[int, dict[str, Any]]] = []
@@ -80,7 +86,7 @@ class Seats:
             if worker.is_alive():
                 worker.kill()
             worker.join()
-        for fd in [*self._pipes.values(), *self._memories, self._common]:
+        for fd in [*self._pipes.values(), *self._memories, *self._common]:
             os.close(fd)
         self._store.close()
         self._server.close()
@@ -129,7 +135,8 @@ class Seats:
             "OMP_NUM_THREADS": "1",
             **self._environment,
         }
-        memories = [f"/proc/{os.getpid()}/fd/{each}" for each in (self._memories[slot], self._common)]
+        both = self._memories[slot], self._common[slot % len(self._common)]
+        memories = [f"/proc/{os.getpid()}/fd/{each}" for each in both]
         log = f"{self._folder.name}/log.{worker}"
         arguments = (environment, (pipe, *memories, log), self._program, self._args)
         process = multiprocessing.get_context("forkserver").Process(target=_work, args=arguments)

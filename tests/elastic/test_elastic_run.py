@@ -22,9 +22,9 @@ from horo.elastic.commit_file import CommitFile
 from horo.errors import UsageError
 
 
-def run(folder: Path, plan: Plan, size: int, *, replace: bool = False) -> tuple[dict[int, Any], Seats]:
+def run(folder: Path, plan: Plan, size: int, *, replace: bool = False, agents: int = 1) -> tuple[dict[int, Any], Seats]:
     """The results of the workers that have come to the end, by worker; all others have died."""
-    with Seats(train, str(folder), plan, replace=replace) as seats:
+    with Seats(train, str(folder), plan, replace=replace, agents=agents) as seats:
         statuses = seats.run(size)
         words = seats.logs()
     found = {int(path.suffix[1:]): json.loads(path.read_text()) for path in folder.glob("result.*")}
@@ -66,6 +66,13 @@ def test_a_sharded_job_whose_ranks_all_die_in_a_commit_goes_on_from_the_memory_o
     for result in found.values():
         assert result["resets"] == 1  # it begins with the commit
         assert result["commit"][1] < 20  # else training has begun anew
+
+
+def test_a_sharded_job_goes_on_when_all_ranks_of_an_agent_die_in_a_commit(tmp_path: Path) -> None:
+    deaths = {1: (4, "commit"), 3: (4, "own record")}
+    found, _ = run(tmp_path, Plan(deaths, every=2, sharding="optimizer"), 4, agents=2)
+    assert sorted(found) == [0, 2]
+    assert all(result["own_bytes"] == 0 for result in found.values())
 
 
 @pytest.mark.parametrize("place", ["backward", "commit"])
