@@ -10,10 +10,11 @@ from cffi import FFI
 ROOT = Path(__file__).resolve().parent.parent
 HEADERS = [ROOT / "native" / "include" / name for name in ("horo.h", "horo_gpu.h", "horo_log.h", "horo_pairs.h")]
 
-CALLS = ["native/python/calls.c", "native/python/slot.c"]
+CALLS = ["native/python/calls.c", "native/python/gradients.c", "native/python/slot.c"]
 """The module ``horo._calls``, which needs Python's headers."""
 
 COMPILE_FLAGS = [
+    "-g1",  # lines of stacks; variables, which Python's own -g adds, take as long as all else of compiling
     "-std=gnu11",
     "-D_GNU_SOURCE",
     "-O3",

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from typing import TYPE_CHECKING, Any
 
 from horo.core.binding import path
 
-__all__ = ["Caller", "Slot", "know_torch", "repeat"]
+__all__ = [
+    "Caller",
+    "Gradient",
+    "Ready",
+    "Slot",
+    "changed",
+    "is_shared",
+    "know_gradients",
+    "know_torch",
+    "note_sharing",
+    "pick",
+    "repeat",
+]
 
 if TYPE_CHECKING:
 
@@ -62,6 +74,87 @@ if TYPE_CHECKING:
                 BaseException: The exception of a signal handler; ``abandoned`` has the memory then.
             """
 
+        def submit_each(self, gradients: list[Any], sync: bool, pending: object, /) -> None:
+            """Submits the requests of gradients in their order; never blocks. Those that it submits are ``pending``.
+
+            Args:
+                gradients: Of ``pick``, as is ``sync``.
+                pending: What their reduction is for Python. Each is there before a signal handler can run.
+
+            Raises:
+                UsageError, ResourceError, GroupError: Of the first that is refused; no later one is submitted.
+            """
+
+        def finish_each(self, gradients: list[Any], at: int, /) -> int:
+            """Waits for gradients in their order, from number ``at`` on, and releases their handles.
+
+            Returns:
+                The first that has failed or takes long; their number if there is none.
+            """
+
+    class Ready:
+        """The part in C of ``ReadyGradients``, of which it calls ``admit`` and ``submit``."""
+
+        states: list[Any]
+        run: int
+        room: int
+        overlaps: bool
+
+    class Gradient:
+        """The part in C of a ``ParameterState``."""
+
+        parameter: Any
+        pending: Any
+        held: Any
+        again: Any
+        group: Any
+        summed: Any
+        weight: int
+        shares: bool
+        was_unused: bool
+        handle: int
+        """The core's, of its last request; 0: that was not submitted."""
+
+        def bind(self, ready: Ready, /) -> None:
+            """Lets ``hook`` hold the gradient there."""
+
+        def hook(self, parameter: Any, /) -> None:
+            """Called by autograd when the gradient of a parameter is there: holds it until there is a bucket of them.
+
+            It asks ``Ready.admit`` first, unless this is the only gradient of a parameter in a run that is known.
+            """
+
+    def pick(gradients: Sequence[Any], sync: bool, but: object, /) -> tuple[list[Any], list[Any], list[Any]]:
+        """Sets those of the gradients that are not pending in their requests, and holds them.
+
+        Args:
+            gradients: A sequence of ``Gradient``. ``shares`` is known.
+            sync: The caller waits at once.
+            but: One that is not to be picked.
+
+        Returns:
+            Those picked, their tensors, and those that need more of Python.
+        """
+
+    def changed(gradients: list[Any], pending: object, /) -> list[int]:
+        """The places of those ``pending`` whose gradients were replaced, or changed more often than by their result."""
+
+    def is_shared(grad: Any, /) -> bool:
+        """Whether another tensor may have the memory of a gradient. A sparse one has no storage."""
+
+    def note_sharing(gradients: Sequence[Any], /) -> bool:
+        """Sets ``shares`` of those that are not pending; whether any does."""
+
+    def know_gradients(strided: Any, owners: Any, alone: int, run: Callable[[], int], /) -> None:
+        """Tells what of torch the others need: ``torch.strided``, the number of the run in progress, and owners.
+
+        Args:
+            strided: Is not of the others.
+            owners: The function that counts the owners of a storage; None: there is none.
+            alone: Its result for one that no other tensor has.
+            run: The number of autograd's run.
+        """
+
     def repeat(key: Hashable, tensor: Any, in_place: bool, out: Any, /) -> Any:
         """Repeats the last call with the same key, if the tensor looks as that one did.
 
@@ -85,3 +178,5 @@ else:
     _calls = module_from_spec(spec_from_loader("horo._calls", _loader))
     _loader.exec_module(_calls)
     Caller, Slot, know_torch, repeat = _calls.Caller, _calls.Slot, _calls.know_torch, _calls.repeat
+    Gradient, Ready, pick, changed = _calls.Gradient, _calls.Ready, _calls.pick, _calls.changed
+    is_shared, note_sharing, know_gradients = _calls.is_shared, _calls.note_sharing, _calls.know_gradients

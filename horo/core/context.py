@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from horo.core.binding import ffi, lib
-from horo.core.buckets import Buckets
 from horo.core.events import Event, event_of
 from horo.core.log_lines import LogLines
 from horo.core.pairs import Pairs
@@ -73,7 +72,7 @@ _NULL, _submit, _run, _finish = ffi.NULL, lib.horo_submit, lib.horo_run, lib.hor
 _words = Words()
 
 
-class Context(Pairs, Buckets):
+class Context(Pairs):
     """The native context of one rank. Thread-safe, except that no method may run during or after ``destroy``."""
 
     _is_aborted = False
@@ -95,6 +94,8 @@ class Context(Pairs, Buckets):
             raise
         self.rank, self.size = setup.rank, setup.size
         self._context, self._place = out[0], out
+        self.place = int(ffi.cast("uintptr_t", out))
+        """The place of the address of the native context; NULL is there once it is destroyed."""
         self.step = ffi.new("int64_t *")
         """The step of its training that the program is in, counted from 1; 0: in none. Messages name it."""
         lib.horo_show_step(self._context, self.step)

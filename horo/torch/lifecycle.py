@@ -272,3 +272,6 @@ def _after_fork_in_child() -> None:
     process.lock = threading.RLock()
     if process.runtime is not None:
         process.runtime.mark_forked()
+
+
+process.init = init

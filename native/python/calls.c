@@ -5,18 +5,6 @@
  */
 #include "calls.h"
 
-enum { SIGNAL_CHECK_MS = 100 };
-
-typedef struct {
-    PyObject_HEAD
-    horo_context **context; /* NULL there once it is destroyed */
-    PyObject *kept;         /* dict: slots by key */
-    PyObject *active_calls; /* dict: see Runtime */
-    PyObject *abandoned;    /* dict */
-    PyObject *taken_names;  /* dict */
-    char ended, is_joining;
-} Caller;
-
 static Caller *caller_of_process;      /* the job of this process; its owner keeps it alive */
 static PyObject *caller_profiling;     /* its _is_profiler_enabled is true while a profiler of torch runs */
 static PyObject *caller_change_counter; /* a function of a sequence of tensors */
@@ -236,6 +224,8 @@ static PyObject *know_torch(PyObject *Py_UNUSED(module), PyObject *const *given,
 
 static PyMethodDef caller_methods[] = {
     {"execute", HR_FAST(caller_execute), METH_FASTCALL, NULL},
+    {"submit_each", HR_FAST(hr_submit_each), METH_FASTCALL, NULL},
+    {"finish_each", HR_FAST(hr_finish_each), METH_FASTCALL, NULL},
     {"use", caller_use, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -260,6 +250,11 @@ static PyType_Spec caller_spec = {
 static PyMethodDef caller_functions[] = {
     {"repeat", HR_FAST(repeat), METH_FASTCALL, NULL},
     {"know_torch", HR_FAST(know_torch), METH_FASTCALL, NULL},
+    {"know_gradients", HR_FAST(hr_know_gradients), METH_FASTCALL, NULL},
+    {"is_shared", hr_is_shared, METH_O, NULL},
+    {"note_sharing", hr_note_sharing, METH_O, NULL},
+    {"pick", HR_FAST(hr_pick), METH_FASTCALL, NULL},
+    {"changed", HR_FAST(hr_changed), METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 static PyModuleDef caller_definition = {
@@ -278,7 +273,7 @@ PyMODINIT_FUNC PyInit__calls(void) {
     PyObject *module = is_named ? PyModule_Create(&caller_definition) : NULL;
     PyObject *slot = hr_make_slot_type(), *caller = PyType_FromSpec(&caller_spec);
     if (module == NULL || slot == NULL || caller == NULL || PyModule_AddObjectRef(module, "Slot", slot) != 0 ||
-        PyModule_AddObjectRef(module, "Caller", caller) != 0) {
+        PyModule_AddObjectRef(module, "Caller", caller) != 0 || !hr_add_gradients(module)) {
         Py_XDECREF(module);
         module = NULL;
     }

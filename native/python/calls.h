@@ -11,7 +11,18 @@
 #include "dlpack.h"
 #include "horo.h"
 
-enum { OUT_DIMS_MAX = 8 };
+enum { OUT_DIMS_MAX = 8, SIGNAL_CHECK_MS = 100 };
+
+/* The job. */
+typedef struct {
+    PyObject_HEAD
+    horo_context **context; /* NULL there once it is destroyed */
+    PyObject *kept;         /* dict: slots by key */
+    PyObject *active_calls; /* dict: see Runtime */
+    PyObject *abandoned;    /* dict */
+    PyObject *taken_names;  /* dict */
+    char ended, is_joining;
+} Caller;
 
 /* The request that is kept for a form of call. */
 typedef struct {
@@ -43,6 +54,18 @@ void hr_know_tensors(PyObject *tensor_type, dlpack_reader *read, PyObject *forwa
 
 /* The tensor for the result, a new reference; None: the slot does not fit this call; NULL: an exception. */
 PyObject *hr_set_tensor(Slot *slot, PyObject *tensor, int in_place, PyObject *out);
+
+/* Methods of the job, and functions of the module, for gradients: calls.py tells what they do. */
+PyObject *hr_submit_each(PyObject *self, PyObject *const *given, Py_ssize_t count);
+PyObject *hr_finish_each(PyObject *self, PyObject *const *given, Py_ssize_t count);
+PyObject *hr_know_gradients(PyObject *module, PyObject *const *given, Py_ssize_t count);
+PyObject *hr_is_shared(PyObject *module, PyObject *grad);
+PyObject *hr_note_sharing(PyObject *module, PyObject *gradients);
+PyObject *hr_pick(PyObject *module, PyObject *const *given, Py_ssize_t count);
+PyObject *hr_changed(PyObject *module, PyObject *const *given, Py_ssize_t count);
+
+/* Adds their classes to the module; whether it went well. Once. */
+int hr_add_gradients(PyObject *module);
 
 /* The end of an object of a class of this module, whose own fields are cleared. */
 static inline void hr_free_object(PyObject *self) {

@@ -100,10 +100,13 @@ def _compile(folder: Path, flags: list[str]) -> None:
     ffi.set_source(
         "_native_test",
         "\n".join(f'#include "{h.name}"' for h in headers),
-        sources=[str(ROOT / s) for s in native_build.sources()] + [str(p) for p in sorted(SHIM.glob("*.c"))],
+        sources=[
+            *(str(ROOT / source) for source in (*native_build.sources(), *native_build.CALLS)),
+            *(str(path) for path in sorted(SHIM.glob("*.c"))),
+        ],
         include_dirs=[str(ROOT / "native/include"), str(ROOT / "native/src"), str(SHIM)],
         extra_compile_args=[
-            *(*native_build.COMPILE_FLAGS, "-g", "-O2"),
+            *(*native_build.COMPILE_FLAGS, "-O2"),
             *(*native_build.WARNING_FLAGS, *CHECK_FLAGS, *flags),
         ],
         extra_link_args=[*native_build.LINK_FLAGS, *flags],

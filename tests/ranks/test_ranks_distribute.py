@@ -9,8 +9,10 @@ import pytest
 import torch
 from rank_pool import RankPool, on
 from small_model import BrokenBackward, gradients_of, make_batch, make_loss, make_model, mean_gradients
+from torch.utils.data import DataLoader
 
 import horo.torch as hvd
+from horo.errors import NotInitializedError
 from horo.torch.optimizer.advice import OF_MODEL
 
 
@@ -228,6 +230,21 @@ def test_a_distributed_model_goes_on_in_the_next_job(fresh2: RankPool) -> None:
             hvd.init()
         assert_equal_on_all(model)
         assert not torch.equal(model[0].weight, make_model()[0].weight)
+
+    fresh2.run(check)
+
+
+@pytest.mark.parametrize("first", ["distribute", "shard"])
+def test_a_script_without_init_begins_its_first_job_with_these(fresh2: RankPool, first: str) -> None:
+    def check() -> None:
+        def begin() -> object:
+            return hvd.distribute(make_model()) if first == "distribute" else hvd.shard(DataLoader(range(8)))
+
+        begin()
+        assert hvd.size() == 2
+        hvd.shutdown()
+        with pytest.raises(NotInitializedError, match=r"call hvd\.init\(\) first"):
+            begin()
 
     fresh2.run(check)
 

@@ -4,7 +4,6 @@ import functools
 import os
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +13,12 @@ from rank_pool import RankPool, on, one_of
 from small_model import made, make_loss, train
 
 import horo.torch as hvd
+from horo.core.calls import know_gradients
 from horo.torch.engine import runtime
-from horo.torch.optimizer import at_backward, backward_hooks
+from horo.torch.optimizer import at_backward, backward_hooks, shared_gradients
 from horo.torch.optimizer.shared_gradients import COUNTS_IN_HOOKS
+
+_OWNERS = torch.strided, shared_gradients._count_owners, shared_gradients._OWN
 
 
 @pytest.mark.parametrize("pool", ["ranks2", "ranks2_always", "ranks2_never"])
@@ -142,8 +144,7 @@ def _backward_in_two_threads(run: int, groups: int | None, ends: list[Callable[[
     hooks = []
     for leaf in leaves:
         leaf.grad = torch.ones(2)
-        made_of = weakref.ref(reducer), reducer.membership.newer, reducer.states[leaf], reducer.ready
-        hooks.append(functools.partial(backward_hooks.hook_of(*made_of), leaf))
+        hooks.append(functools.partial(reducer.states[leaf].hook, leaf))
     assert _call_at_once(hooks) == []
     submits = reducer._overlaps and COUNTS_IN_HOOKS  # an older torch does not in the first step
     assert len(submitted) == (0 if not submits else 1 if groups else 2)
@@ -172,8 +173,10 @@ def test_the_first_hooks_of_a_backward_may_come_in_two_threads_at_once(groups: i
                 patch.setattr(torch.autograd.Variable, "_execution_engine", Engine)
                 patch.setattr(backward_hooks, "current_run", lambda run=run: run)
                 patch.setattr(at_backward, "current_run", lambda run=run: run)
+                know_gradients(*_OWNERS, lambda run=run: run)
                 patch.setattr(backward_hooks, "BUCKET_BYTES", 1)  # each hook submits
                 patch.setattr(at_backward, "_refuse_in_backward", lambda *_: None)
                 _backward_in_two_threads(run, groups, ends)
     finally:
+        know_gradients(*_OWNERS, shared_gradients.current_run)
         sys.setswitchinterval(turn_s)

@@ -13,7 +13,7 @@ from horo.elastic.shares import TAILS, Tail
 from horo.errors import UnsupportedError, UsageError
 from horo.torch.data.loader import ShardedLoader, Sharing
 from horo.torch.data.parts import OrderPart, Portion, StreamPart
-from horo.torch.engine import topology
+from horo.torch.engine.runtime import begin_first_job
 from horo.torch.ops.process_set import ProcessSet, global_process_set, resolve_process_set
 
 __all__ = ["shard"]
@@ -65,16 +65,16 @@ def shard(
         UsageError: It is no DataLoader, or is sharded already; ``tail`` is another word, or ``"exact"`` with
             ``drop_last=True``.
         UnsupportedError: The dataset is a DataPipe.
-        NotInitializedError: Before ``init()``.
+        NotInitializedError: After ``shutdown()``. Without any ``init()``, this calls it.
 
     Example:
         dataset = torch.utils.data.TensorDataset(torch.randn(100, 4))
         loader = torch.utils.data.DataLoader(dataset, batch_size=8, shuffle=True)
         loader = hvd.shard(loader)
     """
-    topology.size()
-    resolve_process_set(process_set, "shard")
     _check(loader, tail)
+    begin_first_job()
+    resolve_process_set(process_set, "shard")
     place = Portion(cast("int", process_set.rank()), cast("int", process_set.size()), tail)
     part: Any = copy.copy(loader)
     kind: Any = type(loader)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from horo.core.buckets import new_handles
 from horo.errors import HoroError
 from horo.torch.engine import runtime as _runtime
 from horo.torch.engine.operation import count_change
 from horo.torch.engine.request import Request
-from horo.torch.engine.request_cache import CachedRequest
 from horo.torch.engine.results import finish_in_place
 
 __all__ = ["Bucket"]
@@ -25,22 +24,20 @@ class Bucket(Request):
     """Requests with a tensor each, in the place of the last of them. It keeps the memory from the beginning.
 
     Args:
-        requests: Have the addresses of the tensors, and nobody else uses them until ``start`` returns.
+        gradients: As ``pick`` has given them: nobody else uses their requests until ``start`` returns.
         tensors: Theirs, in the same order.
+        sync: As for ``pick``.
     """
 
-    __slots__ = ("_requests", "handles")
+    __slots__ = ("_gradients", "_sync")
 
-    def __init__(self, requests: Sequence[CachedRequest], tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__(
-            _runtime.current(), next(_numbers), requests[-1].label(), tensors, finish_in_place, taken_name=None
-        )
-        self._requests = requests
-        self.handles = new_handles(len(tensors))
-        """The core's, in the same order; 0: it is not submitted."""
+    def __init__(self, gradients: list[Any], tensors: Sequence[torch.Tensor], *, sync: bool) -> None:
+        label = gradients[-1].again[sync].label()
+        super().__init__(_runtime.current(), next(_numbers), label, tensors, finish_in_place, taken_name=None)
+        self._gradients, self._sync = gradients, sync
 
-    def start(self) -> None:
-        """Submits them in their order, up to the first that is refused; never blocks.
+    def start(self, pending: object) -> None:
+        """Submits them in their order, up to the first that is refused; never blocks. Those submitted are ``pending``.
 
         Raises:
             HoroError: As ``start_allreduce``.
@@ -49,11 +46,11 @@ class Bucket(Request):
         try:
             runtime.active_calls[self] = self._memory
             runtime.admit_unnamed(self.label)
-            runtime.core.submit_each([cached.buffer for cached in self._requests], self.handles)
-            self._handle = self.handles[len(self._requests) - 1]
+            runtime.submit_each(self._gradients, self._sync, pending)
+            self._handle = self._gradients[-1].handle
         finally:
             runtime.active_calls.pop(self, None)
-            if not self.handles[0]:
+            if self._gradients[0].pending is not pending:
                 runtime.requests.pop(self.number, None)
 
     def wait(self, *, keep: bool = False) -> dict[int, HoroError]:
@@ -65,8 +62,26 @@ class Bucket(Request):
         Raises:
             AbortedError: The job has ended.
         """
-        runtime, tensors = self._runtime, self._memory
-        errors: dict[int, HoroError] = runtime.inside(self.label, lambda: runtime.core.finish_each(self.handles))
+        tensors = self._memory
+        errors = self._runtime.inside(self.label, self._finish_each)
         count_change([tensor for at, tensor in enumerate(tensors) if at not in errors] if errors else tensors)
-        runtime.requests.pop(self.number, None)
+        self._runtime.requests.pop(self.number, None)
+        return errors
+
+    def _finish_each(self) -> dict[int, HoroError]:
+        """As ``wait``; the caller is in ``active_calls``.
+
+        Raises:
+            BaseException: The exception of a signal handler.
+        """
+        runtime, gradients, errors, at = self._runtime, self._gradients, {}, 0
+        while (at := runtime.finish_each(gradients, at)) < len(gradients):
+            handle = gradients[at].handle
+            try:
+                runtime.core.finish(handle)
+            except HoroError as error:
+                if runtime.core.in_progress(handle):  # a signal handler's
+                    raise
+                errors[at] = error
+            at += 1
         return errors

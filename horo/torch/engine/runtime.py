@@ -179,6 +179,14 @@ class Runtime(Caller):
         """
         self.core.go_on(cached.buffer)
 
+    def submit_again(self, cached: CachedRequest) -> None:
+        """Submits a request that the core has refused, in ``submit_each``.
+
+        Raises:
+            HoroError: As ``Context.submit``.
+        """
+        self.core.submit(cached.buffer)
+
     def take_left(
         self, cached: CachedRequest, tensor: torch.Tensor, output: torch.Tensor, out: torch.Tensor | None
     ) -> torch.Tensor:
@@ -350,6 +358,8 @@ class _Process:
         self.forecast: Forecast | None = None
         """Between the ``init()`` of a newcomer of an elastic job and its first generation."""
         self.registered = False
+        self.init: Callable[[], Any]
+        """``hvd.init``, which is above this room."""
         self.handle_base = FIRST_HANDLE_BASE
         """Handles up to this number belong to earlier jobs. No handle is used twice, so an old one is an error."""
 
@@ -401,6 +411,18 @@ def current() -> Runtime:
             )
         raise NotInitializedError("horo is not initialized; call hvd.init() first")
     return runtime
+
+
+def begin_first_job() -> None:
+    """``init()``, if this process has never been in a job: for the calls that are enough for a script.
+
+    Raises:
+        NotInitializedError: After ``shutdown()``.
+        HoroError: As ``init``.
+    """
+    if not process.registered and process.runtime is None and process.forecast is None:
+        process.init()
+    place()
 
 
 def place() -> RunningRank | Forecast:

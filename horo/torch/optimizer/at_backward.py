@@ -14,11 +14,11 @@ from horo.torch.engine import runtime
 from horo.torch.engine.request import Request
 from horo.torch.ops.allreduce import Sum
 from horo.torch.optimizer.advice import Advice
-from horo.torch.optimizer.backward_hooks import call_at_end, current_run, is_nested
+from horo.torch.optimizer.backward_hooks import call_at_end, is_nested
 from horo.torch.optimizer.gradient_reducer import GradientReducer
 from horo.torch.optimizer.membership import HOOK_LOCK, Membership
 from horo.torch.optimizer.parameter_state import ParameterState
-from horo.torch.optimizer.shared_gradients import COUNTS_IN_HOOKS, writable
+from horo.torch.optimizer.shared_gradients import COUNTS_IN_HOOKS, current_run, writable
 from horo.torch.optimizer.step_hooks import scaler_has_looked
 from horo.torch.optimizer.together import reduce_together
 

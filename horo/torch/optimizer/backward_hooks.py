@@ -9,32 +9,45 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 
+from horo.core.calls import Ready
 from horo.torch.compat import torch_private
 from horo.torch.optimizer.membership import HOOK_LOCK, Newer
 from horo.torch.optimizer.parameter_state import BUCKET_BYTES, ParameterState
-from horo.torch.optimizer.shared_gradients import is_shared
+from horo.torch.optimizer.shared_gradients import current_run
 from horo.torch.optimizer.together import Reduces, reduce_together
 
-__all__ = ["ReadyGradients", "ReducesAtEnd", "call_at_end", "current_run", "hook_of", "is_nested"]
+__all__ = ["HoldsGradients", "ReadyGradients", "ReducesAtEnd", "call_at_end", "is_nested"]
 
 _ENTRIES = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 _FUNCTION_BACKWARD = torch_private.code_of_function_backward()
 
-current_run = torch_private.run_number()
-"""The number of the autograd run that calls; a run inside another has a higher number than that one."""
+
+class HoldsGradients(Protocol):
+    """A reducer whose hooks hold gradients until there is a bucket of them."""
+
+    def gradient_ready(self, state: ParameterState) -> bool:
+        """Called by a hook; whether that is to hold the gradient."""
+
+    def submit_ready(self) -> None:
+        """Called when a bucket is full."""
 
 
-class ReadyGradients:
-    """The gradients of a run of autograd that wait for more of them, to be submitted together."""
+class ReadyGradients(Ready):
+    """The gradients of a run of autograd that wait for more of them, to be submitted together.
 
-    __slots__ = ("overlaps", "room", "run", "states")
+    Hooks of parameters refer to it, so it refers to the reducer weakly.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_newer", "_reducer")
+
+    def __init__(self, reducer: HoldsGradients, newer: Newer) -> None:
+        super().__init__()
+        self._reducer, self._newer = weakref.ref(reducer), newer
         self.states: list[ParameterState] = []
         self.clear()
 
@@ -54,43 +67,15 @@ class ReadyGradients:
         del self.states[: len(taken)]
         return taken
 
+    def admit(self, state: ParameterState) -> bool:
+        """Called by a hook that cannot simply hold its gradient; whether it is to."""
+        target = self._reducer()
+        return target is not None and not self._newer.any() and target.gradient_ready(state)
 
-class HoldsGradients(Protocol):
-    """A reducer whose hooks hold gradients until there is a bucket of them."""
-
-    def gradient_ready(self, state: ParameterState) -> bool:
-        """Called by a hook; whether that is to hold the gradient."""
-
-    def submit_ready(self) -> None:
-        """Called when a bucket is full."""
-
-
-def hook_of(
-    reducer: weakref.ref[HoldsGradients], newer: Newer, state: ParameterState, ready: ReadyGradients
-) -> Callable[[torch.Tensor], None]:
-    """The hook on a parameter. It does most for an ordinary gradient itself, since each call costs time.
-
-    It refers to the reducer weakly.
-    """
-
-    def hook(parameter: torch.Tensor) -> None:
-        if ready.run != current_run() or state.held is not None or state.summed is not None or state.group is not None:
-            target = reducer()
-            if target is None or newer.any() or not target.gradient_ready(state):
-                return
-        elif not ready.overlaps:
-            return
-        grad = parameter.grad
-        if grad is None or is_shared(grad):  # autograd may have other gradients in that memory that it will look at
-            return
-        state.shares = False
-        state.held = grad, grad._version
-        ready.states.append(state)
-        ready.room -= state.weight
-        if ready.room <= 0 and (target := reducer()) is not None:
+    def submit(self) -> None:
+        """Called by the hook that fills a bucket."""
+        if (target := self._reducer()) is not None:
             target.submit_ready()
-
-    return hook
 
 
 class ReducesAtEnd(Reduces, Protocol):

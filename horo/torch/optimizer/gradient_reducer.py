@@ -23,19 +23,20 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from horo.bootstrap.tuned_values import overlap_pays
+from horo.core.calls import is_shared
 from horo.errors import UsageError
 from horo.torch.engine import runtime
 from horo.torch.engine.operation import Operation
 from horo.torch.engine.request import Request
 from horo.torch.engine.submit import run_allreduce
 from horo.torch.ops.allreduce import Average
-from horo.torch.optimizer.backward_hooks import ReadyGradients, hook_of
+from horo.torch.optimizer.backward_hooks import ReadyGradients
 from horo.torch.optimizer.consistency import refuse_ddp
 from horo.torch.optimizer.finite import FiniteCheck
 from horo.torch.optimizer.membership import HOOK_LOCK, Membership
 from horo.torch.optimizer.parameter_state import Group, ParameterState
 from horo.torch.optimizer.phase import refuse_different_steps
-from horo.torch.optimizer.shared_gradients import COUNTS_IN_HOOKS, is_counted_twice, is_shared
+from horo.torch.optimizer.shared_gradients import COUNTS_IN_HOOKS, is_counted_twice
 from horo.torch.optimizer.step_hooks import closure_of, with_closure
 from horo.torch.optimizer.submission import GradientSubmitter
 from horo.torch.optimizer.together import reduce_together, wait_last
@@ -64,7 +65,7 @@ class GradientReducer(abc.ABC):
         self.handles = self.submitter.handles
         self.is_reduced = False
         """Whether the gradients of all parameters are averaged, and no step or local backward has followed."""
-        self.ready = ReadyGradients()
+        self.ready = ReadyGradients(self, membership.newer)
         self._hooks: list[RemovableHandle] = []
         self._paused = False
         self._skip = False
@@ -317,14 +318,13 @@ class GradientReducer(abc.ABC):
 
     def hook(self, state: ParameterState) -> None:
         """Called once for each parameter that is found to require grad."""
-        hook = hook_of(weakref.ref(self), self.membership.newer, state, self.ready)
-        parameter: Any = state.parameter
-        self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+        state.bind(self.ready)
+        self._hooks.append(state.parameter.register_post_accumulate_grad_hook(state.hook))
 
     def submit_ready(self) -> None:
         """Submits the gradients that are held in ``ready``."""
         if self.ready.states:
-            with HOOK_LOCK, torch.no_grad():
+            with HOOK_LOCK:
                 self.submitter.submit_each(self.ready.take())
 
     def _active(self) -> list[ParameterState]:

@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from horo.errors import UnsupportedError, UsageError
 from horo.torch.compat.dynamo import keep_from_dynamo
 from horo.torch.engine.request import Request
+from horo.torch.engine.runtime import begin_first_job
 from horo.torch.functions.broadcast_state import broadcast_parameters
 from horo.torch.ops.allreduce import Average, Sum
 from horo.torch.ops.compression import Compression, Compressor
@@ -129,7 +130,7 @@ def distribute(
         ``model``.
 
     Raises:
-        NotInitializedError: Before ``init()``.
+        NotInitializedError: After ``shutdown()``. Without any ``init()``, this calls it.
         UsageError: It is no module, has no parameters or is in ``DistributedDataParallel``; or ``distribute`` or a
             ``DistributedOptimizer`` averages a gradient of it already.
         UnsupportedError: ``op`` is another one.
@@ -147,6 +148,7 @@ def distribute(
     if op not in (Average, Sum):
         raise UnsupportedError(f"distribute: op={op} is not supported; use hvd.Average or Sum, or DistributedOptimizer")
     refuse_ddp_model(model)
+    begin_first_job()
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     if not names:
         raise UsageError(f"distribute: the model ({type(model).__name__}) has no parameters")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from horo.core.calls import Gradient, changed, is_shared
 from horo.errors import HoroError, UnsupportedError, UsageError
 from horo.torch.compat.torch_private import sparse_values
 from horo.torch.engine.bucket import Bucket
@@ -16,7 +17,7 @@ from horo.torch.engine.request import Request
 from horo.torch.engine.request_cache import CachedRequest
 from horo.torch.ops.compression import Compressor, split
 from horo.torch.ops.process_set import ProcessSet
-from horo.torch.optimizer.shared_gradients import NotedVersion, is_shared
+from horo.torch.optimizer.shared_gradients import NotedVersion
 
 __all__ = [
     "BUCKET_BYTES",
@@ -65,26 +66,13 @@ class ReductionOptions:
         """The ranks that take part. A rank that is no member uses its gradients as they are."""
 
 
-class ParameterState:
+class ParameterState(Gradient):
     """A parameter of the optimizer, and the progress of its gradient in the current step."""
 
-    __slots__ = (
-        "again",
-        "group",
-        "held",
-        "kind",
-        "name",
-        "parameter",
-        "passes",
-        "pending",
-        "shares",
-        "summed",
-        "varies",
-        "was_unused",
-        "weight",
-    )
+    __slots__ = ("kind", "name", "passes", "varies")
 
     def __init__(self, parameter: torch.Tensor, name: str) -> None:
+        super().__init__()
         self.parameter = parameter
         self.name = name
         self.weight = max(parameter.numel() * parameter.element_size(), BUCKET_BYTES // _BUCKET_GRADIENTS)
@@ -269,9 +257,12 @@ class PendingBucket(PendingReduction):
 
     __slots__ = ("_bucket", "_options", "_states")
 
-    def __init__(self, bucket: Bucket, states: Sequence[ParameterState], options: ReductionOptions) -> None:
-        super().__init__(bucket, ())
-        self._bucket, self._states, self._options = bucket, states, options
+    def __init__(
+        self, states: list[ParameterState], tensors: Sequence[torch.Tensor], options: ReductionOptions, *, sync: bool
+    ) -> None:
+        self._bucket = Bucket(states, tensors, sync=sync)
+        super().__init__(self._bucket, ())
+        self._states, self._options = states, options
 
     def start(self) -> None:
         """Submits them. After an exception, those that were not submitted are not pending.
@@ -279,28 +270,19 @@ class PendingBucket(PendingReduction):
         Raises:
             HoroError: As ``Bucket.start``.
         """
-        for state in self._states:
-            state.pending = self
-        try:
-            self._bucket.start()
-        except BaseException:
-            for state, handle in zip(self._states, self._bucket.handles, strict=True):
-                if not handle:
-                    state.pending = None
-            raise
+        self._bucket.start(self)
 
     def finish_each(self, state: ParameterState) -> list[tuple[ParameterState, PendingReduction, HoroError]]:
         """As of the base class."""
-        options, failed = self._options, []
+        options = self._options
+        failed: list[tuple[ParameterState, PendingReduction, HoroError]] = []
         errors = self._bucket.wait()
-        for at, each in enumerate(self._states):
-            if each.pending is not self:
-                continue
-            grad, version = each.held or (None, 0)
-            if errors and at in errors:
-                failed.append((each, PendingReduction(None, [PackedGradient(each, options)]), errors[at]))
-            elif each.parameter.grad is not grad or grad is None or version != grad._version - 1:
+        for at in sorted({*errors, *changed(self._states, self)}):
+            each = self._states[at]
+            if at not in errors:
                 failed.append((each, self, _changed(each, options)))
+            elif each.pending is self:
+                failed.append((each, PendingReduction(None, [PackedGradient(each, options)]), errors[at]))
         return failed
 
     def sent_for(self, state: ParameterState) -> torch.Tensor | None:

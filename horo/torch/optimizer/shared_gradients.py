@@ -12,29 +12,25 @@ import weakref
 
 import torch
 
-from horo.torch.compat.torch_private import owner_counter, storage_key
+from horo.core.calls import is_shared, know_gradients
+from horo.torch.compat.torch_private import owner_counter, run_number, storage_key
 
 __all__ = [
     "COUNTS_IN_HOOKS",
     "NotedVersion",
+    "current_run",
     "is_counted_twice",
-    "is_shared",
     "note_version",
     "writable",
 ]
 
 _count_owners = owner_counter()
+current_run = run_number()
+"""The number of the autograd run that calls; a run inside another has a higher number than that one."""
 
 _release = tuple(int(number) for number in torch.__version__.split(".")[:2])
 COUNTS_IN_HOOKS = _count_owners is not None and _release >= (2, 13)
 """Whether ``is_shared`` is exact in a hook on a parameter. An older torch still refers to a new gradient there."""
-
-
-def is_shared(grad: torch.Tensor) -> bool:
-    """Whether another tensor may have the memory of a gradient. A sparse one has no storage."""
-    return grad.layout is torch.strided and (
-        _count_owners is None or _count_owners(grad.untyped_storage()._cdata) > _OWN
-    )
 
 
 def is_counted_twice(grad: torch.Tensor) -> bool:
@@ -49,6 +45,8 @@ def _owners(grad: torch.Tensor) -> int:
 
 _OWN = 0 if _count_owners is None else _owners(torch.empty(1, device="cpu"))
 """The number for a tensor that is alone; torch's own object for the storage may count."""
+
+know_gradients(torch.strided, _count_owners, _OWN, current_run)
 
 
 def writable(grad: torch.Tensor) -> torch.Tensor:

@@ -6,10 +6,10 @@ from collections.abc import Generator, Iterator, Sequence
 
 import torch
 
+from horo.core.calls import note_sharing, pick
 from horo.errors import HoroError, MismatchError
 from horo.torch.compat.profiler import profiling
 from horo.torch.engine import runtime
-from horo.torch.engine.bucket import Bucket
 from horo.torch.engine.operation import Operation
 from horo.torch.engine.request import Request
 from horo.torch.engine.results import Gathered
@@ -30,7 +30,6 @@ from horo.torch.optimizer.parameter_state import (
     separate_overlapping,
 )
 from horo.torch.optimizer.phase import StepProgress
-from horo.torch.optimizer.shared_gradients import is_shared
 
 __all__ = ["GradientSubmitter"]
 
@@ -81,46 +80,27 @@ class GradientSubmitter:
 
         ``state.shares`` is known. Returns the last request.
         """
-        begun: list[ParameterState] = []
-        others: list[ParameterState] = []
         # else a compressor or the profiler is to see each of them
-        may_bucket = self.options.compression is Compression.none and not profiling._is_profiler_enabled
-        marked = self._first() if self.progress.mark else None
-        first_gradients = self.checks.first_gradients
-        for state in states:
-            if state.pending is not None:
-                continue
-            again, grad = state.again[sync], state.parameter.grad if state.held is None else state.held[0]
-            is_alone = state.group is None or _group_of(state) is None
-            fits = may_bucket and is_alone and not state.shares and state is not marked
-            if not fits or again is None or grad is None or again.set_tensor(grad, True) is None:
-                others.append(state)
-                continue
-            if state.held is None:
-                state.held = grad, grad._version
-            if first_gradients is not None:
-                first_gradients.note(state.name, grad)
-            state.was_unused = False
-            begun.append(state)
+        if self.options.compression is Compression.none and not profiling._is_profiler_enabled:
+            begun, tensors, others = pick(states, sync, self._first() if self.progress.mark else None)
+        else:
+            begun, tensors, others = [], [], [state for state in states if state.pending is None]
+        if self.checks.first_gradients is not None:
+            for state, grad in zip(begun, tensors, strict=True):
+                self.checks.first_gradients.note(state.name, grad)
         if begun:
-            requests = [again for state in begun if (again := state.again[sync])]
-            tensors = [grad for state in begun if (grad := state.gradient()) is not None]
-            PendingBucket(Bucket(requests, tensors), begun, self.options).start()
-        for state in others:
-            if state.pending is None:  # else it is with another one of its group
-                self.submit(state, sync)
+            PendingBucket(begun, tensors, self.options, sync=sync).start()
+        if others:
+            with torch.no_grad():
+                for state in others:
+                    if state.pending is None:  # else it is with another one of its group
+                        self.submit(state, sync)
         last = next(reversed(others or begun), None)
         return None if last is None or last.pending is None else last.pending.request
 
     def _note_sharing(self, states: Sequence[ParameterState]) -> None:
         """Finds the gradients whose memory other tensors have too; those that overlap get memory of their own."""
-        is_any = False
-        for state in states:
-            if state.pending is None:
-                grad = state.parameter.grad
-                state.shares = shares = grad is not None and is_shared(grad)
-                is_any = is_any or shares
-        if is_any and self.membership.size > 1:
+        if note_sharing(states) and self.membership.size > 1:
             separate_overlapping(states_of_all())
 
     def submit(self, state: ParameterState, sync: bool = False) -> None:

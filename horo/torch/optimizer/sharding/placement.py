@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from horo.core.calls import is_shared
 from horo.errors import UnsupportedError, UsageError
 from horo.torch.compat.torch_private import storage_key
 from horo.torch.engine.tensor_bytes import bytes_of
@@ -23,7 +24,7 @@ from horo.torch.optimizer.sharding.memory import Block, HostMemory, Want, is_den
 from horo.torch.optimizer.sharding.owners import share_out
 from horo.torch.optimizer.sharding.pages import Pages
 from horo.torch.optimizer.sharding.window import Window
-from horo.torch.optimizer.shared_gradients import COUNTS_IN_HOOKS, is_shared
+from horo.torch.optimizer.shared_gradients import COUNTS_IN_HOOKS
 
 __all__ = ["ParameterPlacement", "Placed"]
 

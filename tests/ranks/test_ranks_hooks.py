@@ -1,0 +1,135 @@
+"""Gradients that are not what hooks expect, on which they call Python; and what hooks keep alive."""
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import on
+
+import horo.torch as hvd
+from horo.core.calls import know_torch
+from horo.torch.compat.profiler import profiling
+from horo.torch.compat.torch_private import exchange_table, forward_mode
+from horo.torch.engine import operation, runtime
+
+
+class _Subclass(torch.Tensor):
+    """Passes through ``__torch_function__``."""
+
+
+_kept: list[torch.Tensor] = []
+
+
+def _cut(grad: torch.Tensor) -> torch.Tensor:
+    """Also the last rows of a storage that others have."""
+    _kept[:] = [torch.cat([grad] * 3)]
+    return _kept[0][-len(grad) :]
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "negated": lambda grad: torch._neg_view(grad.neg()),
+    "columns": lambda grad: grad.t().contiguous().t(),
+    "part": lambda grad: torch.cat([grad, grad])[len(grad) :],
+    "sparse": lambda grad: grad.to_sparse(),
+    "subclass": lambda grad: grad.as_subclass(_Subclass),
+    "graph": lambda grad: grad.detach().requires_grad_(),
+    "view": lambda grad: grad.view(-1).view(grad.shape),
+    "cut": _cut,
+}
+"""Each is equal to its argument."""
+
+
+def _step(values: list[torch.nn.Parameter], optimizer: Any, step: int) -> None:
+    """Checks one step, whose gradients are means over the ranks."""
+    optimizer.zero_grad()
+    sum((value * (hvd.rank() + step + at)).real.sum() for at, value in enumerate(values)).backward()
+    for at, value in enumerate(values):
+        grad: Any = value.grad
+        found = (grad.to_dense() if grad.layout is torch.sparse_coo else grad).detach().resolve_neg()
+        assert torch.equal(found.as_subclass(torch.Tensor), torch.full_like(value, 0.5 + step + at)), (step, at)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("has_table", [True, False])
+@on("ranks2_in_backward")
+def test_a_gradient_may_change_between_two_steps(has_table: bool) -> None:
+    """Also where this torch has no table of functions for C."""
+    values = [torch.nn.Parameter(torch.zeros(3, 3)) for _ in range(3)]
+    changes: list[Callable[[torch.Tensor], torch.Tensor]] = []
+
+    def replace(value: torch.Tensor) -> None:
+        for each in changes:
+            value.grad = each(value.grad)
+
+    values[1].register_post_accumulate_grad_hook(replace)  # before that of horo
+    named = [(f"changed {has_table} {at}", value) for at, value in enumerate(values)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(values, lr=0.0), named)
+    know_torch(torch.Tensor, exchange_table() if has_table else None, profiling, operation.count_change, forward_mode)
+    try:
+        for change in CHANGES.values():
+            for step in range(5):
+                changes[:] = [change] if step in {2, 3} else []
+                _step(values, optimizer, step)
+    finally:
+        know_torch(torch.Tensor, exchange_table(), profiling, operation.count_change, forward_mode)
+        _kept.clear()
+
+
+@on("ranks2_in_backward")
+def test_a_parameter_may_have_another_shape_dtype_or_conjugation() -> None:
+    values = [torch.nn.Parameter(torch.zeros(3, 3)) for _ in range(3)]
+    named = [(f"shaped {at}", value) for at, value in enumerate(values)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(values, lr=0.0), named)
+    step = 0
+    for form in (torch.zeros(3, 3), torch.zeros(9), torch.zeros(3, 3).double(), torch.zeros(3, 2), torch.zeros(3, 3)):
+        optimizer.zero_grad()
+        values[1].data = form
+        for _ in range(4):
+            _step(values, optimizer, step)
+            step += 1
+
+
+@on("ranks2_always")
+def test_memory_that_is_cut_off_before_a_bucket_is_full_is_not_written() -> None:
+    values = [torch.nn.Parameter(torch.zeros(3, 3)) for _ in range(3)]
+    named = [(f"cut off {at}", value) for at, value in enumerate(values)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(values, lr=0.0), named)
+    cuts: list[None] = []
+
+    def cut(value: Any) -> None:
+        if cuts:
+            value.grad.untyped_storage().resize_(4)
+
+    values[1].register_post_accumulate_grad_hook(cut)  # behind that of horo
+    for step in range(4):
+        _step(values, optimizer, step)
+    cuts.append(None)
+    with pytest.raises(hvd.HoroError):
+        _step(values, optimizer, 4)
+    cuts.clear()
+    optimizer.zero_grad()
+    _step(values, optimizer, 5)
+
+
+@on("ranks2_in_backward")
+def test_hooks_keep_nothing_alive_and_leave_nothing_behind() -> None:
+    values = [torch.nn.Parameter(torch.zeros(3)) for _ in range(40)]
+    named = [(f"left {at}", value) for at, value in enumerate(values)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(values, lr=0.0), named)
+    counts = []
+    for steps in (20, 100, 100):
+        for step in range(steps):
+            _step(values, optimizer, step)
+        gc.collect()
+        counts.append((sys.getallocatedblocks(), sys.getrefcount(None), len(runtime.current().requests)))
+    blocks, nones, requests = zip(*counts, strict=True)
+    assert max(abs(blocks[2] - blocks[1]), abs(nones[2] - nones[1])) < 80, counts
+    assert requests == (0, 0, 0)
+    left = [weakref.ref(each) for each in (values[0], optimizer)]
+    del values, named, optimizer
+    gc.collect()
+    assert [each() for each in left] == [None] * 2
