@@ -56,7 +56,7 @@ $(STAMPS)/requirements: requirements-dev.txt .ci/requirements-dev.lock $(STAMPS)
 	@echo "make: installing $(TORCH) and requirements-dev.txt into $(VENV)"
 	@$(PIP) --no-compile --require-hashes --no-deps -r .ci/requirements-dev.lock
 	@$(PIP) --no-compile '$(TORCH)' -c requirements-dev.txt
-	@$(PY) -m compileall -qq -j 0 '$(VENV)' || true # pip compiles on one core; some files are for other Pythons
+	@env -u PYTHONDONTWRITEBYTECODE $(PY) -c 'import torch._dynamo' || true # compiled once; most other files, never
 	@touch $@
 
 $(STAMPS)/build: pyproject.toml setup.py $(NATIVE) $(STAMPS)/requirements $(STAMPS)/native-files

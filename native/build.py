@@ -14,6 +14,7 @@ CALLS = ["native/python/calls.c", "native/python/gradients.c", "native/python/sl
 """The module ``horo._calls``, which needs Python's headers."""
 
 COMPILE_FLAGS = [
+    "-g1",  # lines of stacks; variables, which Python's own -g adds, take as long as all else of compiling
     "-std=gnu11",
     "-D_GNU_SOURCE",
     "-O3",

@@ -6,6 +6,12 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+import pytest
+
+ALL_CASES = os.environ.get("HORO_ALL_CASES") == "1"
+whole = pytest.mark.skipif(not ALL_CASES, reason="`make test-all` runs it")
+"""For what is dear, and shown in the main by other tests."""
+
 _COMMAND = re.compile(r"`([^`]+)`")
 _APT = "apt install "
 _AS_ROOT = "as root, on a machine or in a container that may make network namespaces"

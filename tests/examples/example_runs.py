@@ -11,16 +11,12 @@ from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import RankPool
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LIMIT_SECONDS = 240
-whole = pytest.mark.skipif(
-    os.environ.get("HORO_ALL_CASES") != "1", reason="a benchmark that starts many ranks (`make test-all`)"
-)
 
 # What another launcher, or the one that runs the tests, may have left.
 _LAUNCHER_PREFIXES = ("HORO_", "HOROVOD_", "OMPI_", "PMI_", "SLURM_", "TORCHELASTIC_")

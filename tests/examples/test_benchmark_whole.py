@@ -16,7 +16,8 @@ import torch
 import two_hosts
 import wakes
 from devices import CPU
-from example_runs import ROOT, start, whole, why_gloo_cannot
+from example_runs import ROOT, start, why_gloo_cannot
+from skips import whole
 from workloads import training_step as workload
 
 FOLDER = ROOT / "benchmarks"

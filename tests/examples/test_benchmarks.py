@@ -23,8 +23,9 @@ import rounds
 import spaces
 import suite
 from contest import Contest, ContestError, Turn
-from example_runs import LIMIT_SECONDS, ROOT, start, whole
+from example_runs import LIMIT_SECONDS, ROOT, start
 from jobs import TORCH_S, wait_until
+from skips import whole
 
 FOLDER = ROOT / "benchmarks"
 

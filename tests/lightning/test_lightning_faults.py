@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from jobs import Hororun, wait_until
+from skips import whole
 
 PROGRAM = Path(__file__).with_name("lightning_faults.py")
 IMPORTS_S = 240.0
@@ -31,14 +32,14 @@ FAULTS = {
 """The exit code, what hororun says, and the error of rank 0."""
 CASES = [(strategy, fault) for strategy in ("horo", "ddp") for fault in FAULTS if (strategy, fault) != ("horo", "stop")]
 """What is stopped under "horo" is found by the timeout of a stall only."""
-USUAL = {("horo", "interrupt"), ("ddp", "kill"), ("ddp", "stop")}
-"""Others are run by `make test-all`. That a rank dies under "horo" is in test_lightning_trainer.py."""
+USUAL = {("horo", "interrupt"), ("ddp", "kill")}
+"""A death under "horo" is in test_lightning_trainer.py; other faults of DDP are in test_distributed_faults.py."""
 
 
-@pytest.mark.parametrize(("strategy", "fault"), CASES)
+@pytest.mark.parametrize(
+    ("strategy", "fault"), [case if case in USUAL else pytest.param(*case, marks=whole) for case in CASES]
+)
 def test_a_fit_with_a_fault_ends(hororun: Hororun, tmp_path: Path, strategy: str, fault: str) -> None:
-    if (strategy, fault) not in USUAL and os.environ.get("HORO_ALL_CASES") != "1":
-        pytest.skip("`make test-all` runs it")
     words = ["-np", "2", "--no-prefix", sys.executable, str(PROGRAM), str(tmp_path), strategy, fault]
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     job = hororun.start(*words, environment={"PYTHONPATH": path})

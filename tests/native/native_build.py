@@ -106,7 +106,7 @@ def _compile(folder: Path, flags: list[str]) -> None:
         ],
         include_dirs=[str(ROOT / "native/include"), str(ROOT / "native/src"), str(SHIM)],
         extra_compile_args=[
-            *(*native_build.COMPILE_FLAGS, "-g", "-O2"),
+            *(*native_build.COMPILE_FLAGS, "-O2"),
             *(*native_build.WARNING_FLAGS, *CHECK_FLAGS, *flags),
         ],
         extra_link_args=[*native_build.LINK_FLAGS, *flags],

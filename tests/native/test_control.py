@@ -138,7 +138,7 @@ def narrow(setups: list[Setup]) -> list[Setup]:
 
 @pytest.mark.parametrize("announcer", [0, 1])
 def test_announcements_may_wait_for_longer_than_the_peer_timeout_while_a_batch_runs(announcer: int) -> None:
-    relay = slow_links.Relay(data_chunk_bytes=1 << 15, chunk_pause_s=0.008)  # 4 MiB/s: small data, a long batch
+    relay = slow_links.Relay(data_chunk_bytes=1 << 15, chunk_pause_s=0.016)  # 2 MiB/s: small data, a long batch
     going = threading.Barrier(2)
 
     def body(rank: Rank) -> None:
@@ -159,4 +159,4 @@ def test_announcements_may_wait_for_longer_than_the_peer_timeout_while_a_batch_r
             rank.context.wait(handle)
         assert all(array[0] == 2 for array in small)
 
-    run_ranks(body, [1, 1], tcp=True, peer_timeout_ms=2000, relay=relay, rewire=narrow)
+    run_ranks(body, [1, 1], tcp=True, peer_timeout_ms=5000, relay=relay, rewire=narrow)

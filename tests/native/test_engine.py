@@ -7,6 +7,7 @@ import numpy as np
 import psutil
 import pytest
 from ranks import Group, Rank, on_ranks, run_ranks, wait_for
+from skips import whole
 
 from horo.core import context as _core
 from horo.errors import GroupError, MismatchError, PeerLostError, UnsupportedError, UsageError
@@ -40,7 +41,7 @@ def test_an_allgather_loads_the_links_of_all_owners_alike() -> None:
 
 @pytest.mark.skipif(psutil.virtual_memory().available < 6 << 30, reason="needs 6 GiB of free memory")
 @pytest.mark.skipif(bool(os.environ.get("HORO_SANITIZE")), reason="too slow under a sanitizer")
-@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
+@pytest.mark.parametrize("hosts", [pytest.param([2], marks=whole), [1, 1]], ids=str)
 def test_more_than_two_to_the_31_elements(hosts: list[int]) -> None:
     def body(rank: Rank) -> None:
         x = np.full((1 << 31) + 77, rank.rank + 1, np.uint8)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -154,7 +155,7 @@ def test_a_stall_is_a_record_while_all_threads_of_the_program_sleep(kept: Callab
         group.run(lambda rank: wait_in_vain(rank, is_told))
         assert written() == ""
     told = handler.named("horo.engine")
-    assert any(text.startswith("WARNING waiting for 0.3 s for ranks that have not submitted") for text in told)
+    assert any(re.match(r"WARNING waiting for [\d.]+ s for ranks that have not submitted", text) for text in told)
 
 
 def test_what_led_to_a_loss_is_logged_before_the_call_fails(kept: Callable[..., Kept]) -> None:
@@ -180,7 +181,7 @@ def test_a_message_that_a_handler_refuses_is_written(kept: Callable[..., Kept]) 
 
     with recorded_stderr() as written, Group((2,), stall_warning_ms=300) as group:
         group.run(lambda rank: wait_in_vain(rank, lambda: "has not submitted 'late'" in written()))
-        assert "horo [0] warning: waiting for 0.3 s" in written()
+        assert "horo [0] warning: waiting for " in written()
 
 
 def test_a_hanging_handler_holds_up_nothing(kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch) -> None:

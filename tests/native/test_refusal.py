@@ -118,7 +118,7 @@ def test_what_nobody_waits_for_never_ends_the_job(hosts: list[int], who: str) ->
                 for number in range(7):
                     refused(rank, f"odd{number}", rank.rank)
                 rank.barrier("refused")
-                wait_for(lambda: any(float(s) > 1.2 for s in re.findall(r"waiting for ([\d.]+) s for ranks", text())))
+                wait_for(lambda: any(float(s) > 3.5 for s in re.findall(r"waiting for ([\d.]+) s for ranks", text())))
                 is_old.set()
         else:
             rank.barrier("refused")
@@ -131,7 +131,7 @@ def test_what_nobody_waits_for_never_ends_the_job(hosts: list[int], who: str) ->
         with pytest.raises(StalledError, match=rf"rank {late} \(host\d\) has not submitted what others wait for"):
             rank.barrier("late")
 
-    run_ranks(body, hosts, stall_warning_ms=50, stall_shutdown_ms=1000)
+    run_ranks(body, hosts, stall_warning_ms=50, stall_shutdown_ms=3000)  # longer than a busy machine holds up a rank
 
 
 @on_ranks([2], [1, 1])

@@ -15,6 +15,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
     get_worker_info,
@@ -309,6 +310,15 @@ DIFFERENCES: dict[str, tuple[Callable[[], Any], str]] = {
     "sampler": (
         lambda: DataLoader(range(4), shuffle=hvd.rank() == 0),
         r"their sampler \(RandomSampler and SequentialSampler\); make the loader alike",
+    ),
+    "split": (
+        lambda: DataLoader(Subset(Subset(range(9), [hvd.rank(), 2, 5, 8]), [0, 1]), shuffle=True),
+        "their samples; draw splits and weights by one seed on all ranks",
+    ),
+    "subset": (lambda: DataLoader(range(9), sampler=SubsetRandomSampler([hvd.rank(), 8])), "their samples; draw"),
+    "weights": (
+        lambda: DataLoader(range(2), sampler=WeightedRandomSampler([1.0, 2.0 + hvd.rank()], 2)),
+        "their samples; draw",
     ),
     "stream": (lambda: DataLoader(Stream(), **with_workers(hvd.rank())), r"their workers \(0 and 1\)"),
 }

@@ -134,3 +134,60 @@ def test_a_state_within_an_epoch_that_depends_on_earlier_ones_is_refused_on_all_
     assert len(list(other)) == 8
     other.load_state_dict(between)
     assert len(list(other)) == 8
+
+
+class Reused:
+    """A batch sampler that yields one object again and again, or what can be read once."""
+
+    def __init__(self, kind: str) -> None:
+        self.generator = np.random.default_rng(0)
+        self.kind = kind
+
+    def __iter__(self) -> Iterator[Any]:
+        batch: Any = np.empty(4, int) if self.kind == "array" else []
+        for four in self.generator.permutation(4 * FOURS).reshape(-1, 4):
+            batch[:] = four
+            yield iter(batch.copy()) if self.kind == "iterator" else batch
+            batch[:] = [0] * 4
+
+    def __len__(self) -> int:
+        return FOURS
+
+
+@pytest.mark.parametrize("kind", ["list", "array", "iterator"])
+@on("ranks2")
+def test_a_batch_sampler_may_use_its_batch_again(kind: str) -> None:
+    loader = hvd.shard(DataLoader(range(4 * FOURS), batch_sampler=Reused(kind)))
+    for _ in range(2):
+        own = [sample for batch in loader for sample in batch.tolist()]
+        assert sorted(itertools.chain(*hvd.allgather_object(own))) == list(range(4 * FOURS))
+
+
+class OfEpoch:
+    """Another number of samples in each epoch, of which its length is an estimate."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.sample(range(64), 32 + 8 * self.epoch))
+
+    def __len__(self) -> int:
+        return 10 * (self.epoch + 1)
+
+
+@on("ranks2")
+def test_an_epoch_of_another_length_goes_on_at_its_place() -> None:
+    def loader() -> Any:
+        return hvd.shard(DataLoader(range(64), batch_size=4, sampler=OfEpoch()))
+
+    begun, again = loader(), loader()
+    list(begun)
+    batches = iter(begun)
+    own = [sample for _ in range(4) for sample in next(batches).tolist()]
+    again.load_state_dict(begun.state_dict())
+    own += [sample for batch in again for sample in batch.tolist()]
+    assert len(set(itertools.chain(*hvd.allgather_object(own)))) == 2 * len(own) == 40
+    assert len(list(again)) == 6

@@ -79,7 +79,7 @@ def test_the_first_failure_ends_the_job_with_its_code_and_a_report(hororun: Horo
         f"trap 'exit 0' TERM; flag up; cd {flags.folder}; while ! test -e up.0 -a -e up.2; do sleep 0.02; done\n"
         "test $HOROVOD_RANK = 1 && { echo first >&2; echo 'last words' >&2; exit 7; }; sleep 60 & wait"
     )
-    done = hororun.run("-np", "3", "--grace-seconds", "1", *shell(script, flags), where=where)
+    done = hororun.run("-np", "3", "--grace-seconds", "20", *shell(script, flags), where=where)
     assert done.returncode == 7
     host = "localhost" if where.startswith("localhost") else "one"
     report = [line for line in done.stderr.splitlines() if not line.startswith("[")]
@@ -124,7 +124,7 @@ def test_ctrl_c_interrupts_first_then_terminates_then_kills(hororun: Hororun, wh
     script += "if os.environ['HOROVOD_RANK'] == '2': signal.signal(signal.SIGTERM, lambda *_: flag('term'))\n"
     script += "atexit.register(flag, 'atexit')\nflag('up')\n"
     script += "try:\n    while True: time.sleep(0.05)\nfinally: flag('finally')\n"
-    job = hororun.start("-np", "3", "--grace-seconds", "2", sys.executable, "-c", script, where=where)
+    job = hororun.start("-np", "3", "--grace-seconds", "3", sys.executable, "-c", script, where=where)
     flags.wait(["up.0", "up.1", "up.2"])
     job.process.send_signal(signal.SIGINT)
     done = job.finish()

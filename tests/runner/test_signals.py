@@ -284,12 +284,12 @@ def test_it_is_longer_in_batch_jobs(
 
 def test_ranks_that_were_killed_because_it_ran_out_are_named(hororun: Hororun, where: str, flags: Flags) -> None:
     script = f"test $HOROVOD_RANK = 1 && {{ flag up; exec sleep 60; }}; {STUBBORN}"
-    job = hororun.start("-np", "3", "--grace-seconds", "1", *shell(script, flags), where=where)
+    job = hororun.start("-np", "3", "--grace-seconds", "3", *shell(script, flags), where=where)
     flags.wait([f"up.{rank}" for rank in range(3)])
     job.process.send_signal(signal.SIGTERM)
     assert job.finish().stderr.splitlines() == [
         "hororun: SIGTERM: ranks 0-2 were ended",
-        "hororun: ranks 0,2 did not end within 1 s of SIGTERM and were killed; --grace-seconds gives more",
+        "hororun: ranks 0,2 did not end within 3 s of SIGTERM and were killed; --grace-seconds gives more",
     ]
 
 

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from cases import CASES, pairwise, some_of, spread
+from cases import CASES, SEEDS, pairwise, some_of, spread
 
 
 def _product(*sizes: int) -> list[tuple[str, dict[str, int]]]:
@@ -54,3 +54,7 @@ def test_parameters_in_a_row_count_as_one() -> None:
     chosen = some_of(cases, rows=[("a",), ("one", "other")])
     assert CASES < len(chosen) < len(cases) / 2
     assert {name[:-2] for name in chosen} == {name[:-2] for name, _ in cases}
+
+
+def test_of_random_schedules_alone_some_are_taken() -> None:
+    assert len(some_of([(f"test[{seed}]", {"seed": seed}) for seed in range(9)])) == SEEDS

@@ -389,9 +389,7 @@ def abort_while_threads_wait() -> None:
     core = dist.group.WORLD._exchange.pending.core
     while len(core.callers()) < 4:
         time.sleep(0.001)
-    began = time.monotonic()
     dist.group.WORLD.abort()
-    took = time.monotonic() - began
     for thread in threads:
         thread.join(10)
     assert len(said) == 3
@@ -403,7 +401,6 @@ def abort_while_threads_wait() -> None:
         dist.all_reduce(torch.ones(1))
     dist.group.WORLD.abort()
     store.set("aborted", "")
-    assert took < 0.05, took
 
 
 @on("fresh_group2")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
 from jobs import TORCH_S, Hororun, run_python
+from skips import ALL_CASES, whole
 
 HERE = Path(__file__).parent
-ALL = os.environ.get("HORO_ALL_CASES") == "1"
 CHOSEN = """
 test_DistributedDataParallelCPU test_DistributedDataParallel_requires_grad test_all_gather_coalesced_complex
 test_all_gather_full_group test_all_gather_object_subgroup test_all_reduce_coalesced_full_group_product
@@ -25,24 +24,24 @@ test_sparse_all_reduce_sum test_static_graph_api_cpu
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("stands_for", "ranks", "least"), [("horo", 2, 92), ("gloo", 2, 86), ("horo", 3, 114), ("mpi", 3, 87)]
+    ("stands_for", "ranks", "least"),
+    [
+        ("horo", 2, 92),
+        *(pytest.param(*each, marks=whole) for each in [("gloo", 2, 86), ("horo", 3, 114), ("mpi", 3, 87)]),
+    ],
 )
 def test_torchs_own_tests(tmp_path: Path, stands_for: str, ranks: int, least: int) -> None:
-    if not ALL and (stands_for, ranks) != ("horo", 2):
-        pytest.skip("`make test-all` runs it")
     chosen = tmp_path / "chosen"
     chosen.write_text(CHOSEN)
-    words = ["--ranks", str(ranks), "--as", stands_for, *([] if ALL else ["--list", str(chosen)])]
-    done = run_python(str(HERE / "torch_suite.py"), *words, timeout=1700 if ALL else 280)
+    words = ["--ranks", str(ranks), "--as", stands_for, *([] if ALL_CASES else ["--list", str(chosen)])]
+    done = run_python(str(HERE / "torch_suite.py"), *words, timeout=1700 if ALL_CASES else 280)
     failed = [line for line in done.stdout.splitlines() if not line.startswith(("pass", "skip"))]
     assert done.returncode == 0, "\n".join(failed)[-8000:] + done.stderr[-2000:]
-    assert done.stdout.count("\npass ") + 1 >= (least if ALL else 20), done.stdout
+    assert done.stdout.count("\npass ") + 1 >= (least if ALL_CASES else 20), done.stdout
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=whole), 3])
 def test_what_is_built_on_it(hororun: Hororun, ranks: int) -> None:
-    if not ALL and ranks != 3:
-        pytest.skip("`make test-all` runs it")
     words = ["-np", str(ranks), "--no-prefix", sys.executable, str(HERE / "recipes.py")]
     done = hororun.start(*words).finish(2 * TORCH_S)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -5,11 +5,18 @@ from __future__ import annotations
 import copy
 import itertools
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from horo.elastic.shares import Share
 from horo.errors import UsageError
@@ -31,8 +38,10 @@ _ADVICE = {
     "length": "give all ranks the whole dataset, of which hvd.shard takes a part; without hvd.shard if each has a part",
     "epoch": "call iter() of the loader equally often on all ranks, also for a look at the first batch",
     "position": "give all ranks one state: loader.load_state_dict(hvd.broadcast_object(state))",
-    "order": "let it draw in its __iter__, from random, numpy.random, torch or its attribute generator, which have one "
-    "seed on all ranks there; or give what it draws from one",
+    "order": "let it draw in its __iter__, from random, numpy.random, torch or the torch.Generator in its attribute "
+    "generator, which have one seed on all ranks there; or give what it draws from one",
+    "samples": "draw splits and weights by one seed on all ranks, as after torch.manual_seed(0); without hvd.shard if "
+    "each has a part",
 }
 _OTHER_ADVICE = "make the loader alike on all ranks"
 
@@ -176,7 +185,7 @@ class ShardedLoader(DataLoader[_T_co]):
         generators = [each for each in found if isinstance(each, torch.Generator)]
         block = sharing.batch_items * sharing.place.size
         order, compared = itertools.tee(draw_apart(whole, cast("int", self._seed) + progress.epoch, generators, block))
-        head = zlib.crc32(repr(list(itertools.islice(compared, _COMPARED))).encode())
+        head = _checksum(itertools.islice(compared, _COMPARED))
         self._compare({"order": head})
         if progress.begin and progress.head not in {None, head}:
             raise UsageError(
@@ -197,6 +206,8 @@ class ShardedLoader(DataLoader[_T_co]):
         whole = None if sharing.part is None else sharing.part.whole
         own = {
             **self._kind(),
+            "length": None if whole is None else _length(whole),
+            "samples": _checksum(_chosen(self.dataset, whole)),
             "batch size": self.batch_size or sharing.batch_items,
             "drop_last": self.drop_last,
             "tail": sharing.place.tail,
@@ -217,7 +228,7 @@ class ShardedLoader(DataLoader[_T_co]):
         for rank, (theirs, _) in everyone.items():
             for name, value in ours.items():
                 if theirs.get(name) != value:
-                    values = "" if name == "order" else f" ({value} and {theirs.get(name)})"
+                    values = "" if name in {"order", "samples"} else f" ({value} and {theirs.get(name)})"
                     raise UsageError(
                         f"hvd.shard: the loaders of rank {first} and rank {rank} differ in their {name}{values}; "
                         f"{_ADVICE.get(name, _OTHER_ADVICE)}"
@@ -229,14 +240,16 @@ class ShardedLoader(DataLoader[_T_co]):
         sharing = self._sharing
         if sharing.part is None:
             return {"ranks": sharing.place.size, "workers": self.num_workers, "batch size": self.batch_size}
-        return {"length": _length(sharing.part.whole)}
+        whole = sharing.part.whole
+        return {"length": _length(whole if _is_torchs(whole) else self.dataset)}  # those of an epoch may be others
 
     def _done(self, progress: _Progress) -> int:
         """The number of items, of the order of all ranks, that they have taken; of a stream, of batches of each."""
         sharing = self._sharing
         if sharing.part is None:
             return progress.begin + progress.batches
-        length = _length(sharing.part.whole)
+        whole = sharing.part.whole
+        length = _length(whole) if _is_torchs(whole) else None  # it may be an estimate
         taken = progress.batches * sharing.batch_items
         if length is None:
             return progress.begin + taken * sharing.place.size
@@ -268,6 +281,27 @@ def _length(order: Any) -> int | None:
         return len(order)
     except (TypeError, NotImplementedError):
         return None
+
+
+def _chosen(dataset: Any, whole: Any) -> Iterator[Any]:
+    """The samples that the script has chosen beforehand, as by ``random_split``, and weights."""
+    while isinstance(dataset, Subset):
+        yield _plain(dataset.indices)
+        dataset = dataset.dataset
+    if type(whole) is SubsetRandomSampler:
+        yield _plain(whole.indices)
+    elif type(whole) is WeightedRandomSampler:
+        yield _plain(whole.weights)
+
+
+def _plain(values: Any) -> list[Any]:
+    """As a list, of which nothing is left out when it is printed, as of a tensor."""
+    plain: list[Any] = values.tolist() if hasattr(values, "tolist") else list(values)
+    return plain
+
+
+def _checksum(values: Iterable[Any]) -> int:
+    return zlib.crc32(repr(list(values)).encode())
 
 
 def _is_torchs(sampler: Any) -> bool:

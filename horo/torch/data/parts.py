@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 import sys
@@ -105,8 +106,9 @@ def draw_apart(order: Iterable[Any], seed: int, generators: list[torch.Generator
         try:
             for number, (_, put, begin) in enumerate(sources):
                 put(states[number]) if states else begin(seed)
-            items = items or iter(order)
-            drawn = list(itertools.islice(items, block))
+            if items is None:
+                items = iter(order)
+            drawn = [_kept(item) for item in itertools.islice(items, block)]
             states = [get() for get, _, _ in sources]
         finally:
             for (_, put, _), state in zip(sources, script, strict=True):
@@ -114,6 +116,13 @@ def draw_apart(order: Iterable[Any], seed: int, generators: list[torch.Generator
         if not drawn:
             return
         yield from drawn
+
+
+def _kept(item: Any) -> Any:
+    """An item that stays as it is: a sampler may use the object again, or yield what can be read once."""
+    if isinstance(item, int):
+        return item
+    return list(item) if isinstance(item, Iterator) else copy.copy(item)
 
 
 def in_runs(order: Iterator[Any], length: int, size: int) -> Iterator[Any]:

@@ -32,13 +32,14 @@ def shard(
     """Gives each rank its part of a DataLoader: a loader of the same class and options that yields only that.
 
     The batch size stays that of each rank, so N ranks take N times as many samples per step. ``len()`` is the number of
-    this rank's batches. Workers, ``collate_fn`` and the rest stay as they are, and so does the given loader. The call
+    this rank's batches. Workers, ``collate_fn`` and the rest stay as they are, as does the given loader. The call
     returns at once.
 
     Each ``iter()`` begins an epoch, without ``set_epoch``: all ranks call it, and wait for each other. They compare
-    lengths, options, epochs and the first 1024 indices of samplers that torch does not have; a difference is an error
-    on all. Each epoch is shuffled anew, by a seed that the first rank draws in the first ``iter()``: from the generator
-    of the loader or sampler, else from torch's own. So ``torch.manual_seed`` on that rank makes a run repeatable.
+    lengths, options, epochs, ``Subset``'s indices, weights, and the first 1024 indices of other samplers than torch's;
+    a difference is an error on all. Each epoch is shuffled anew, by a seed that the first rank draws in the first
+    ``iter()``: from the generator of the loader or sampler, else from torch's own. So ``torch.manual_seed`` on that
+    rank makes a run repeatable.
 
     A sampler or batch sampler of the script's own yields the whole order on every rank; each takes whole batches. While
     it draws, ``random``, numpy, torch and its ``generator`` have the epoch's seed; other draws of the script do not
@@ -89,7 +90,9 @@ def shard(
     else:
         name = "sampler" if batches is None else "batch_sampler"
         own[name] = order = OrderPart(own[name], place)
-    generator = getattr(None if order is None else order.whole, "generator", None) or loader.generator
+    generator = getattr(None if order is None else order.whole, "generator", None)
+    if not isinstance(generator, torch.Generator):  # None, or numpy's
+        generator = loader.generator
     part.share(Sharing(place, process_set, order, batch_items, generator))
     return cast("ShardedLoader[_T]", part)
 
