@@ -279,9 +279,10 @@ class CommonMemory(_Slots):
         """
         if share.count > _MOST_SHARES:
             raise ResourceError(f"a host has {share.count} ranks; sharding= is for up to {_MOST_SHARES} there")
-        found = [self._whole(slot) for slot in range(_SLOTS)]
-        latest = max(sequence for sequence, _ in found)
-        slot = 1 if latest and found[0][0] == latest else 0
+        found = map(self._whole, range(_SLOTS))
+        sequences = [0 if known == key else sequence for sequence, known in found]  # a try before has left that one
+        latest = max(sequences)
+        slot = 1 if latest and sequences[0] == latest else 0
         memory = self._map(slot, size)
         self._set_share(slot, share.index, bytes(_SHARE.size + _CHECKSUM.size))
         fill(memory)

@@ -180,6 +180,17 @@ def test_a_commit_of_which_a_share_is_missing_leaves_the_one_before(ends: list[s
         memory.close()
 
 
+def test_a_commit_that_is_tried_again_leaves_the_one_before() -> None:
+    memory = CommonMemory(commits.create())
+    for number in (1, 2, 3, 3, 3):
+        share(memory, number, 0, 1)
+        assert number == 1 or is_there(memory, number - 1)
+    with pytest.raises(KeyboardInterrupt):
+        share(memory, 3, 0, 1, is_cut=True)
+    assert is_there(memory, 2)
+    memory.close()
+
+
 def test_a_host_has_a_greatest_number_of_shares() -> None:
     memory = CommonMemory(commits.create())
     with pytest.raises(ResourceError, match="a host has 5000 ranks"):

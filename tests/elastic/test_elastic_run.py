@@ -148,8 +148,8 @@ def test_nothing_of_the_broken_steps_is_left_wherever_gradients_are_cleared(
     assert len(digests) == 1
 
 
-def commit_what_is_no_longer_equal(folder: str) -> None:
-    """The program of a worker that commits while rank 0 has other values for a while."""
+def commit_what_is_no_longer_equal(folder: str, what: str) -> None:
+    """The program of a worker that commits while ranks have other values, or another number of commits."""
     hvd.init()
     model = torch.nn.Linear(2, 3, bias=False)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -157,46 +157,54 @@ def commit_what_is_no_longer_equal(folder: str) -> None:
     state = hvd.elastic.TorchState(model, optimizer, epoch=0)
     sizes = []
 
-    def restored() -> list[list[float]]:
+    def train_on() -> None:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+
+    def keeps(value: torch.Tensor) -> bool:
+        """Whether a restored commit has a tensor as it is now."""
+        before = value.tolist()
         sizes.append(next(state._copies._memory.whole()).data_bytes)
         state.restore()
-        values: list[list[float]] = model.weight.tolist()
-        return values
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(torch.ones(2)).sum().backward()
-        optimizer.step()
+        return bool(value.tolist() == before)
 
     @hvd.elastic.run
     def train(state: Any) -> None:
-        step()
-        trained = model.weight.tolist()
+        train_on()
         state.commit()
-        assert restored() == trained
+        assert keeps(model.weight)
         state.epoch = 1
-        if hvd.rank() == 0:
+        if hvd.rank() == 0 and what == "number":
             state.save()  # of this rank alone
-        assert (restored() == trained, state.epoch) == (True, int(hvd.rank() == 0))
-        step()
-        with torch.no_grad():
-            model.weight.add_(hvd.rank())
-        changed = model.weight.tolist()
-        state.commit()
-        assert restored() == changed
-        with torch.no_grad():
-            model.weight.sub_(hvd.rank())
+            assert (keeps(model.weight), state.epoch) == (True, 1)
+        for _ in range(3):
+            train_on()
+            changed: torch.Tensor = model.weight
+            if what == "state":
+                changed = torch.full((100,), float(hvd.rank()))
+                optimizer.state[model.weight]["of rank"] = changed
+            elif what == "parameter":
+                with torch.no_grad():
+                    changed.add_(hvd.rank())
+            state.commit()
+            assert keeps(changed)
+            if what == "parameter":
+                with torch.no_grad():
+                    changed.zero_()
 
     train(state)
     Path(folder, f"sizes.{hvd.rank()}").write_text(json.dumps(sizes))
     hvd.shutdown()
 
 
-def test_ranks_that_do_not_have_the_same_values_commit_all_of_theirs(tmp_path: Path) -> None:
-    with Seats(commit_what_is_no_longer_equal, str(tmp_path), replace=False) as seats:
+@pytest.mark.parametrize(("what", "size"), [("parameter", 128), ("state", 576), ("number", 128)])
+def test_ranks_that_do_not_have_the_same_values_commit_all_of_theirs(tmp_path: Path, what: str, size: int) -> None:
+    with Seats(commit_what_is_no_longer_equal, str(tmp_path), what, replace=False) as seats:
         assert seats.run(2) == {0: 0, 1: 0}, seats.logs()
-    assert json.loads((tmp_path / "sizes.0").read_text()) == [0, 128, 128]
-    assert json.loads((tmp_path / "sizes.1").read_text()) == [0, 0, 128]
+    sizes = [json.loads((tmp_path / f"sizes.{rank}").read_text()) for rank in range(2)]
+    assert sizes == [[0, *[128] * (what == "number"), *[size] * 3], [0, *[size] * 3]]
 
 
 class Opened(torch.utils.data.Dataset[tuple[int, list[str]]]):

@@ -23,7 +23,7 @@ from horo.elastic.commit_file import CommitFile
 from horo.elastic.commits import Commit, CommitMemory, CommitShare, CommonMemory, Found
 from horo.torch.functions.pickling import pickled
 
-__all__ = ["Copies", "Kept", "layout_digest"]
+__all__ = ["Copies", "Kept", "likeness"]
 
 _ALIGNMENT = 64
 _MEMORIES = 4
@@ -186,9 +186,9 @@ def _joined(kept: Kept) -> Found | None:
     return memory.latest() if kept.is_there() else None
 
 
-def layout_digest(tensors: Sequence[torch.Tensor]) -> int:
-    """A positive number of 63 bits, which is another one for tensors of other dtypes or shapes."""
-    return int.from_bytes(_digest(_layout(tensors))[:8], "little") >> 1
+def likeness(commit: Commit, tensors: Sequence[torch.Tensor]) -> int:
+    """A positive number of 63 bits, which is another one for another commit, and for other dtypes or shapes."""
+    return int.from_bytes(_digest(((torch.int64, tuple(commit)), *_layout(tensors)))[:8], "little") >> 1
 
 
 def _layout(tensors: Sequence[torch.Tensor]) -> _Layout:

@@ -13,7 +13,7 @@ from horo.elastic.commit_file import CommitFile
 from horo.elastic.commits import Commit, CommitMemory, CommonMemory
 from horo.elastic.state import HostUpdateResult, ObjectState
 from horo.errors import UsageError
-from horo.torch.elastic.copies import Copies, Kept, layout_digest
+from horo.torch.elastic.copies import Copies, Kept, likeness
 from horo.torch.elastic.handlers import (
     ModelStateHandler,
     OptimizerStateHandler,
@@ -151,13 +151,13 @@ class TorchState(ObjectState):
 
     def _write(self, commit: Commit) -> None:
         tensors: list[torch.Tensor] = []
-        self._copies.write(commit, self._capture(tensors), tensors, self._common_among(tensors))
+        self._copies.write(commit, self._capture(tensors), tensors, self._common_among(commit, tensors))
         for handler in self._own_handlers():
             handler.save()
         self._standing.commit = commit
         self._steps_between = self._begin_steps()
 
-    def _common_among(self, tensors: list[torch.Tensor]) -> list[bool]:
+    def _common_among(self, commit: Commit, tensors: list[torch.Tensor]) -> list[bool]:
         """Of each tensor, whether it is equal on all ranks, which commit now; empty: none. Then waits for all of them.
 
         So no rank begins a commit before all have finished the one before.
@@ -169,7 +169,7 @@ class TorchState(ObjectState):
         known = {id(tensor) for each in sharded for tensor in each.shared_tensors()}
         is_common = [id(tensor) in known for tensor in tensors]
         is_unlike = not is_sync and not all(each.is_placed() for each in sharded)
-        digest = layout_digest([tensor for tensor, is_one in zip(tensors, is_common, strict=True) if is_one])
+        digest = likeness(commit, [tensor for tensor, is_one in zip(tensors, is_common, strict=True) if is_one])
         sent = torch.tensor([is_unlike, digest, -digest], dtype=torch.int64, device="cpu")
         run_allreduce([sent], _MEETINGS["commit"], in_place=True)
         return is_common if sent.tolist() == [0, digest, -digest] else []

@@ -35,7 +35,7 @@ from horo.torch.optimizer.parameter_state import ParameterState
 from horo.torch.optimizer.sharding.hosts import is_compared
 from horo.torch.optimizer.sharding.meeting import Meeting
 from horo.torch.optimizer.sharding.placement import ParameterPlacement, Placed
-from horo.torch.optimizer.sharding.state import StatePlacement
+from horo.torch.optimizer.sharding.state import StatePlacement, tensors_in
 from horo.torch.optimizer.sharding.supported import is_of_torch
 from horo.torch.optimizer.step_hooks import UndoingStep, closure_of, with_closure
 
@@ -346,9 +346,8 @@ class _ShardedStep:
         optimizer = self._optimizer()
         if optimizer is None or self._membership.size < topology.size():
             return []
-        entries = [value for found in optimizer.state.values() for value in found.values()]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return parameters + [value for value in entries if isinstance(value, torch.Tensor)]
+        return parameters + list(tensors_in(optimizer).values())
 
     def is_placed(self) -> bool:
         """Whether this rank has them as the owners have written them: it has changed none."""

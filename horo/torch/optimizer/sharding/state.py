@@ -19,7 +19,7 @@ from horo.torch.optimizer.sharding.memory import Block, HostMemory, Want, is_den
 from horo.torch.optimizer.sharding.pages import Pages
 from horo.torch.optimizer.sharding.placement import Placed
 
-__all__ = ["StatePlacement"]
+__all__ = ["StatePlacement", "tensors_in"]
 
 _PLAIN = (int, float, bool, str, type(None))
 
@@ -92,13 +92,14 @@ class StatePlacement:
         return True
 
     def is_placed(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether all state is what owners have written."""
-        return len(optimizer.state) == len(self._entries) and all(
-            optimizer.state.get(state.parameter, {}).get(key) is entry.own
+        """Whether all tensors in the state are what owners have written."""
+        known = {
+            (state.parameter, key): id(entry.own)
             for state, entries in self._entries.items()
             for key, entry in entries.items()
             if type(entry) is _Entry
-        )
+        }
+        return known == {place: id(tensor) for place, tensor in tensors_in(optimizer).items()}
 
     def keep_only(self, states: Iterable[ParameterState]) -> None:
         """Forgets the state of parameters that the optimizer has no longer."""
@@ -209,6 +210,17 @@ class StatePlacement:
                 is_own = type(entry) is _Entry and entry.block.owner == self._meeting.index
                 if is_own and found.get(key) is entry.own:
                     found[key] = entry.block.tensor(entry.told.like()).requires_grad_(entry.told.requires_grad)
+
+
+def tensors_in(optimizer: torch.optim.Optimizer) -> dict[tuple[torch.Tensor, str], torch.Tensor]:
+    """The tensors in the state of an optimizer's parameters, by parameter and key."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {
+        (parameter, key): value
+        for parameter in parameters
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def _describe(value: torch.Tensor) -> _Tensor:
