@@ -8,7 +8,7 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["check_owner", "open_own_file", "refusal"]
+__all__ = ["check_owner", "is_script", "open_own_file", "refusal"]
 
 
 def open_own_file(path: str | Path, *, folder: int | None = None, instead: str = "file") -> int:
@@ -25,6 +25,8 @@ def open_own_file(path: str | Path, *, folder: int | None = None, instead: str =
         OSError: it cannot be made, or is not the user's own; its ``filename`` is the path.
     """
     path = Path(path)
+    if is_script(path):
+        raise refusal(path, f"it is a script, which would be replaced; name another {instead}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     name = path if folder is None else path.name
     try:
@@ -49,6 +51,11 @@ def open_own_file(path: str | Path, *, folder: int | None = None, instead: str =
         os.close(fd)
         raise
     return fd
+
+
+def is_script(path: Path) -> bool:
+    """It is a script: where the value of an option is forgotten, the name of the script is taken for the value."""
+    return path.suffix in {".py", ".sh"} and path.exists()
 
 
 def check_owner(path: Path, status: os.stat_result, instead: str) -> None:

@@ -121,14 +121,15 @@ static PyObject *gradient_bind(PyObject *self, PyObject *ready) {
 
 /* Sets a gradient in the request that is kept for it, a new reference; None: it cannot be; NULL: an exception. */
 static PyObject *take_gradient(Gradient *gradient, int sync) {
-    PyObject *slot = PyList_GetItem(gradient->again, sync);
+    PyObject *slot = Py_XNewRef(PyList_GetItem(gradient->again, sync)); /* modes of torch run code of Python below */
     PyObject *grad = is_none(gradient->held) ? PyObject_GetAttr(gradient->parameter, gradient_names.grad)
                                              : Py_XNewRef(PyTuple_GetItem(gradient->held, 0));
     if (is_none(slot) || is_none(grad)) {
+        PyObject *answer = slot == NULL || grad == NULL ? NULL : Py_NewRef(Py_None);
+        Py_XDECREF(slot);
         Py_XDECREF(grad);
-        return slot == NULL || grad == NULL ? NULL : Py_NewRef(Py_None);
+        return answer;
     }
-    Py_INCREF(slot);
     PyObject *taken = hr_set_tensor((Slot *)slot, grad, 1, Py_None);
     if (taken != NULL && taken != Py_None) {
         gradient->was_unused = 0;

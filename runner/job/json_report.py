@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from horo.own_file import open_own_file
+from horo.own_file import is_script, open_own_file
 from horo.runner.config import Job, JobError
 from horo.runner.job.report import Ending, how_it_failed, signal_name
 from horo.version import __version__
@@ -107,6 +107,9 @@ def check_file(option: str, path: str) -> None:
         if file.is_symlink() or (file.exists() and not file.is_file()):  # else the job would run for nothing
             kind = "a symbolic link" if file.is_symlink() else "no regular file"
             raise JobError(f"{option} {path}: is {kind}; name another file for the result")
+        if is_script(file):
+            why = "is a script, which the result would replace; name a file for the result before it"
+            raise JobError(f"{option} {path}: {why}")
         if not file.parent.is_dir():
             raise JobError(f"{option} {path}: there is no folder {str(file.parent)!r}")
         if not os.access(file if file.exists() else file.parent, os.W_OK):

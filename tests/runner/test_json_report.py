@@ -113,6 +113,7 @@ def test_an_elastic_job_without_a_worker_has_all_values(hororun: Hororun, tmp_pa
         ("no/report", "there is no folder"),
         ("file/report", "there is no folder"),
         ("link", "is a symbolic link"),
+        ("train.py", "is a script, which the result would replace; name a file for the result before it"),
         (256 * "n", "File name too long"),
         (250 * "n", "File name too long"),  # that of the file beside it
     ],
@@ -122,11 +123,13 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_job(
 ) -> None:
     (tmp_path / "link").symlink_to("elsewhere")
     (tmp_path / "file").touch()
+    (tmp_path / "train.py").write_text("print()")
     path = f"{tmp_path}/{name}"
     done = hororun.run("-np", "1", "--json-report", path, "--", "touch", "ran", cwd=tmp_path)
     assert done.returncode == 2
     assert f"hororun: --json-report {path}: {words}" in done.stderr
     assert not (tmp_path / "ran").exists()
+    assert (tmp_path / "train.py").read_text() == "print()"
 
 
 def test_a_report_that_cannot_be_written_is_a_sentence_and_leaves_the_one_before(tmp_path: Path) -> None:
