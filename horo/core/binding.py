@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-__all__ = ["ffi", "lib", "path"]
+__all__ = ["BUILD", "ffi", "lib", "path"]
+
+BUILD = f"pip install -e {Path(__file__).resolve().parents[2]}"
 
 
 def _reason() -> str:
@@ -23,9 +25,9 @@ def _reason() -> str:
     if hidden is not None:
         return (
             f"{here}: it hides the horo that is installed in {hidden}; start from another folder and keep this one off "
-            f"PYTHONPATH, or build it: pip install -e {root}"
+            f"PYTHONPATH, or build it: {BUILD}"
         )
-    return f"{here}: pip install -e {root}"
+    return f"{here}: {BUILD}"
 
 
 try:

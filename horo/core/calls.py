@@ -7,7 +7,7 @@ from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from typing import TYPE_CHECKING, Any
 
-from horo.core.binding import path
+from horo.core.binding import BUILD, path
 
 __all__ = [
     "Caller",
@@ -177,6 +177,9 @@ else:
     _loader = ExtensionFileLoader("horo._calls", path)
     _calls = module_from_spec(spec_from_loader("horo._calls", _loader))
     _loader.exec_module(_calls)
-    Caller, Slot, know_torch, repeat = _calls.Caller, _calls.Slot, _calls.know_torch, _calls.repeat
-    Gradient, Ready, pick, changed = _calls.Gradient, _calls.Ready, _calls.pick, _calls.changed
-    is_shared, note_sharing, know_gradients = _calls.is_shared, _calls.note_sharing, _calls.know_gradients
+    try:
+        Caller, Slot, know_torch, repeat = _calls.Caller, _calls.Slot, _calls.know_torch, _calls.repeat
+        Gradient, Ready, pick, changed = _calls.Gradient, _calls.Ready, _calls.pick, _calls.changed
+        is_shared, note_sharing, know_gradients = _calls.is_shared, _calls.note_sharing, _calls.know_gradients
+    except AttributeError as error:
+        raise ImportError(f"{path} was built from older source, as {error}: {BUILD}", path=path) from None
