@@ -257,7 +257,7 @@ class Printer:
             self._beside_live(2, b"")
             if not text:
                 self._update_is_shown = bool(self._update)
-                self._write(2, self._update + b"\r" if self._update else b"")
+                self._write(2, _NO_WRAP + self._update + b"\r" + _WRAP if self._update else b"")
                 self._update = b""
 
     def _beside_live(self, stream: int, lines: bytes) -> None:
@@ -301,9 +301,11 @@ class Printer:
             return
         for piece in pieces:
             if not piece.update:
-                out += self._erase(stream) + start + piece.text + b"\n"
+                line = start + piece.text + b"\n"
+                is_inner = piece.text.endswith(_UP) and stream in self._terminals
+                out += self._erase(stream) + (_NO_WRAP + line + _WRAP if is_inner else line)
             elif stream in self._terminals:
-                out += self._erase(stream) + start + piece.text + b"\r"
+                out += self._erase(stream) + _NO_WRAP + start + piece.text + b"\r" + _WRAP
                 self._update_is_shown = True
                 self._update, self._update_of = start + _MOVES.sub(b"", piece.text), (rank, stream)
             elif now_s - self._shown_s.get((rank, stream), float("-inf")) >= _UPDATE_INTERVAL_S:
