@@ -234,6 +234,7 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
     if (asked->asked_ns == 0 || asked->asked != late.handle) {
         asked->asked = late.handle;
         asked->asked_ns = now_ns;
+        atomic_store(&engine->node->arena.header->asked_rank, 0); /* of an earlier question, which is over */
         /* partner: turn, in leave.c */
         asked->roll_call = 1 + atomic_fetch_add(&engine->node->arena.header->roll_call, 1);
         if (ask(&late, now_ns + grace_ns) != HORO_OK) {
