@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from descriptors import open_descriptors
-from jobs import TORCH_S, Hororun, run_python
+from jobs import TORCH_S, Hororun, run_python, wait_until
 from rank_pool import RankPool, on
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -135,10 +135,7 @@ def test_destroy_and_init_again_leave_nothing() -> None:
     for i in range(3, 13):
         cycle(i)
     gc.collect()
-    deadline = time.monotonic() + 20
-    while process.num_threads() > threads and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert process.num_threads() <= threads
+    wait_until(lambda: process.num_threads() <= threads, "the threads of the groups have ended")
     assert process.num_fds() <= descriptors
 
 
@@ -152,15 +149,12 @@ def test_one_more_group_costs_a_thread_and_five_descriptors_even_with_futures() 
     assert [future.wait()[0].item() for future in futures] == [2.0] * len(groups)
     dist.barrier()
     assert process.num_fds() - descriptors <= 5 * len(groups)  # as gloo's
-    deadline = time.monotonic() + 20
-    while process.num_threads() - threads > len(groups) + 2 and time.monotonic() < deadline:  # two idle ones may stay
-        time.sleep(0.01)
-    assert process.num_threads() - threads <= len(groups) + 2
+    wait_until(lambda: process.num_threads() - threads <= len(groups) + 2, "at most two idle threads stay")
     for group in groups:
         dist.destroy_process_group(group)
     dist.barrier()
     assert process.num_fds() <= descriptors
-    assert process.num_threads() <= threads + 2
+    wait_until(lambda: process.num_threads() <= threads + 2, "the threads of the groups have ended")
 
 
 @on("fresh_group4", deadline_s=300)
