@@ -132,7 +132,8 @@ class ShardedLoader(DataLoader[_T_co]):
         if self._seed is None:
             # Each rank draws, so that ranks whose generators are alike keep them alike.
             self._seed = int(torch.empty((), dtype=torch.int64).random_(generator=sharing.generator)) % _SEEDS
-        self._seed = self._agree(progress)
+        if sharing.place.size > 1:
+            self._seed = self._agree(progress)
         generator = torch.Generator().manual_seed(self._seed + progress.epoch)
         whole: Any = self.dataset if sharing.part is None else sharing.part
         whole = whole.whole
@@ -186,7 +187,8 @@ class ShardedLoader(DataLoader[_T_co]):
         block = sharing.batch_items * sharing.place.size
         order, compared = itertools.tee(draw_apart(whole, cast("int", self._seed) + progress.epoch, generators, block))
         head = _checksum(itertools.islice(compared, _COMPARED))
-        self._compare({"order": head})
+        if sharing.place.size > 1:
+            self._compare({"order": head})
         if progress.begin and progress.head not in {None, head}:
             raise UsageError(
                 f"hvd.shard: the order of {type(whole).__name__} in epoch {progress.epoch} is another one than when "
@@ -220,8 +222,6 @@ class ShardedLoader(DataLoader[_T_co]):
     def _compare(self, own: dict[str, Any]) -> int:
         """Refuses to go on when these values differ between ranks. Returns the seed of the first rank."""
         sharing, seed = self._sharing, cast("int", self._seed)
-        if sharing.place.size == 1:
-            return seed
         everyone: dict[int, tuple[dict[str, Any], int]]
         everyone = gather_objects((own, seed), "hvd.shard", sharing.process_set)
         first, (ours, seed) = next(iter(everyone.items()))
