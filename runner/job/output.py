@@ -110,6 +110,11 @@ def colour_wanted(fd: int) -> bool:
     return redraw_possible(fd) and not os.environ.get("NO_COLOR")
 
 
+def _in_a_row(text: bytes) -> bytes:
+    """Text for a terminal, which does not go on in the next row where that is too narrow."""
+    return _NO_WRAP + text + _WRAP
+
+
 class Writer:
     """Writes to descriptors in a thread of its own, in order, so that a blocked terminal blocks nothing else.
 
@@ -257,7 +262,7 @@ class Printer:
             self._beside_live(2, b"")
             if not text:
                 self._update_is_shown = bool(self._update)
-                self._write(2, _NO_WRAP + self._update + b"\r" + _WRAP if self._update else b"")
+                self._write(2, _in_a_row(self._update + b"\r") if self._update else b"")
                 self._update = b""
 
     def _beside_live(self, stream: int, lines: bytes) -> None:
@@ -265,7 +270,7 @@ class Printer:
         erased = _ERASED_ROWS[self._rows]
         shown = [each for each in (self._update, self._live) if each] if self._live else []
         self._rows = len(shown)
-        drawn = _NO_WRAP + b"\r\n".join(shown) + b"\r" + _WRAP if shown else b""
+        drawn = _in_a_row(b"\r\n".join(shown) + b"\r") if shown else b""
         for fd, data in ((2, erased), (stream, lines), (2, drawn)):
             if data:
                 self._write(fd, data)
@@ -303,9 +308,9 @@ class Printer:
             if not piece.update:
                 line = start + piece.text + b"\n"
                 is_inner = piece.text.endswith(_UP) and stream in self._terminals
-                out += self._erase(stream) + (_NO_WRAP + line + _WRAP if is_inner else line)
+                out += self._erase(stream) + (_in_a_row(line) if is_inner else line)
             elif stream in self._terminals:
-                out += self._erase(stream) + _NO_WRAP + start + piece.text + b"\r" + _WRAP
+                out += self._erase(stream) + _in_a_row(start + piece.text + b"\r")
                 self._update_is_shown = True
                 self._update, self._update_of = start + _MOVES.sub(b"", piece.text), (rank, stream)
             elif now_s - self._shown_s.get((rank, stream), float("-inf")) >= _UPDATE_INTERVAL_S:
