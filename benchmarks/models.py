@@ -60,6 +60,20 @@ class Transformer(nn.Module):
         return result
 
 
+class Recommender(nn.Module):
+    """The mean of a few rows of one large table, with a dense gradient, and some layers behind it."""
+
+    def __init__(self, rows: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(rows, width, mode="mean")
+        self.layers = mlp(3, width)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, items: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.layers(self.table(items)))
+        return result
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A model and what it is trained on.
@@ -95,6 +109,7 @@ RECIPES = {
     "mlp": Recipe(lambda: mlp(24, 1024), vectors(1024), 1024, 128),
     "resnet50": Recipe(resnet50, images(224), 1000, 2, adds_up=False),
     "transformer": Recipe(lambda: Transformer(2000, 256, 4), tokens(64, 2000), 2000, 8),
+    "recommender": Recipe(lambda: Recommender(40000, 128, 1000), tokens(26, 40000), 1000, 256),
     "mlp-8": Recipe(lambda: mlp(8, 1024), vectors(1024), 1024, 16),
     "resnet50-64": Recipe(resnet50, images(64), 1000, 2, adds_up=False),
     "transformer-2": Recipe(lambda: Transformer(2000, 256, 4), tokens(64, 2000), 2000, 2),
@@ -103,8 +118,9 @@ RECIPES = {
     "mlp-tiny": Recipe(lambda: mlp(2, 16), vectors(16), 16, 4),
     "resnet50-tiny": Recipe(lambda: resnet50(10, width=4), images(32), 10, 2, adds_up=False),
     "transformer-tiny": Recipe(lambda: Transformer(20, 8, 1), tokens(5, 20), 20, 2),
+    "recommender-tiny": Recipe(lambda: Recommender(50, 8, 20), tokens(5, 50), 20, 2),
 }
-"""``mlp-8`` to ``transformer-2`` have little to compute, so that their exchange counts. ``resnet50-128`` and
+"""The ``recommender`` has nine tenths of its elements in one parameter. ``mlp-8`` to ``transformer-2`` have little to compute, so that their exchange counts. ``resnet50-128`` and
 ``transformer-large`` are for GPUs. The tiny ones are for tests: the same code in a moment."""
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations  # ranks get functions without what classes i
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from small_model import make_loss, make_model, take_steps
 
 import horo.torch as hvd
 from horo.errors import UnsupportedError, UsageError
-from horo.torch.optimizer.sharding import placement
+from horo.torch.optimizer.sharding import owners, placement
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -95,14 +97,23 @@ def _assert_same_state(own: dict[str, Any], their: dict[str, Any]) -> None:
                 assert value == other
 
 
+def _cutting(is_cut: bool = True) -> AbstractContextManager[Any]:
+    """Inside, parameters are cut that are small, at whole vectors of any processor."""
+    return patch.multiple(owners, _EXCESS=0.0, LOAD_OF_TENSOR=128, PAGE=128) if is_cut else nullcontext()
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @on("ranks")
-def test_it_has_the_bits_of_an_unsharded_run(kind: str) -> None:
+def test_it_has_the_bits_of_an_unsharded_run(kind: str, is_cut: bool) -> None:
     plain = Model()
     model = copy.deepcopy(plain)
     ours = _sharded(model, OPTIMIZERS[kind](model.parameters()))
     theirs = hvd.DistributedOptimizer(OPTIMIZERS[kind](plain.parameters()), plain)
-    take_steps(model, ours, range(4))
+    with _cutting(is_cut):
+        take_steps(model, ours, range(4))
+    placed = ours._sharded_step._placement.placed.values()
+    assert any(there.block.shares for there in placed) == (is_cut and kind != "adafactor")
     take_steps(plain, theirs, range(4))
     assert _bits(model.parameters()) == _bits(plain.parameters())
     _assert_same_state(ours.state_dict(), theirs.state_dict())
@@ -253,17 +264,21 @@ CHANGES = (
 
 @pytest.mark.parametrize("kind", ["sgd momentum", "adam", "adamw fused"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__[1:])
+@pytest.mark.parametrize("is_cut", [False, True])
 @on("ranks")
-def test_what_a_script_does_on_all_ranks_counts_once(change: Callable[[Any, Any], None], kind: str) -> None:
-    model, ours, plain, theirs = _pair(kind)
-    for step in range(2, 5):
-        for trained, using in ((model, ours), (plain, theirs)):
-            using.zero_grad()
-            make_loss(trained, hvd.rank(), step).backward()
-            change(trained, using)
-            using.step()
-        _assert_same(model, plain)
-    _go_on(model, ours, plain, theirs)
+def test_what_a_script_does_on_all_ranks_counts_once(
+    is_cut: bool, change: Callable[[Any, Any], None], kind: str
+) -> None:
+    with _cutting(is_cut):
+        model, ours, plain, theirs = _pair(kind)
+        for step in range(2, 5):
+            for trained, using in ((model, ours), (plain, theirs)):
+                using.zero_grad()
+                make_loss(trained, hvd.rank(), step).backward()
+                change(trained, using)
+                using.step()
+            _assert_same(model, plain)
+        _go_on(model, ours, plain, theirs)
     _assert_same_state(ours.state_dict(), theirs.state_dict())
 
 

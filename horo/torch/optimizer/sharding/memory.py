@@ -13,9 +13,10 @@ from horo.bootstrap.host.passed_file import FileAddress, FileGiver, take_file
 from horo.core.memory import create_memory
 from horo.errors import HoroError, ResourceError
 from horo.torch.optimizer.sharding.meeting import Meeting
+from horo.torch.optimizer.sharding.owners import StepShare
 from horo.torch.optimizer.sharding.pages import Pages, rounded
 
-__all__ = ["Block", "HostMemory", "Want", "is_dense", "tried"]
+__all__ = ["Block", "HostMemory", "Want", "flat", "is_dense", "tried"]
 
 _ALIGNMENT = 64
 _SMALL = 64
@@ -28,16 +29,30 @@ class Want(NamedTuple):
     owner: int
     """Its place on the host."""
     size: int
+    shares: tuple[StepShare, ...] = ()
+    """The shares of its writers, if it is cut; the first is the owner's."""
 
 
 class Block(NamedTuple):
-    """Memory for a storage: one rank of the host writes it."""
+    """Memory for a storage: one rank of the host writes it, or each its share of it."""
 
     owner: int
+    shares: tuple[StepShare, ...]
     pages: Pages
     offset: int
     view: torch.UntypedStorage
     alias: torch.UntypedStorage
+
+    def is_written_by(self, index: int) -> bool:
+        """Whether the rank with that place on the host writes here."""
+        return self.owner == index or any(share.owner == index for share in self.shares)
+
+    def part(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        """The part of a tensor that a writer steps: all of it; if the block is cut, a row of its elements."""
+        if not self.shares:
+            return tensor
+        share = next(share for share in self.shares if share.owner == index)
+        return flat(tensor)[share.start : share.end]
 
     def renewed(self) -> Block:
         """The same memory, with another view: ``share_memory_()`` takes a storage away with all tensors in it."""
@@ -113,14 +128,15 @@ class HostMemory:
             if os.fstat(self.descriptor).st_size < end:
                 os.ftruncate(self.descriptor, end)
         except OSError as error:
-            raise ResourceError(f"shared memory of {end} bytes cannot be had: {error.strerror}") from error
+            # Another rank may have made it longer meanwhile, also for later blocks; it cannot be made shorter.
+            if os.fstat(self.descriptor).st_size < end:
+                raise ResourceError(f"shared memory of {end} bytes cannot be had: {error.strerror}") from error
         pages = Pages(self.descriptor, self._size, size)
         self._size = end
-        both = (False, True)
-        blocks = [
-            Block(want.owner, pages, offset, *(pages.storage(offset, want.size, alias=alias) for alias in both))
-            for want, offset in zip(wants, offsets, strict=True)
-        ]
+        blocks = []
+        for want, offset in zip(wants, offsets, strict=True):
+            view, alias = (pages.storage(offset, want.size, alias=is_alias) for is_alias in (False, True))
+            blocks.append(Block(want.owner, want.shares, pages, offset, view, alias))
         return pages, blocks
 
 
@@ -128,10 +144,14 @@ def _lay_out(wants: Sequence[Want]) -> tuple[list[int], int]:
     """The place of each block, and the length of all: what different owners write lies on different pages."""
     offsets = [0] * len(wants)
     end = 0
+    for index, want in enumerate(wants):
+        if want.shares:
+            offsets[index] = end
+            end = rounded(end + want.size)
     for owner in sorted({want.owner for want in wants}):
         end = rounded(end)
         for index, want in enumerate(wants):
-            if want.owner == owner:
+            if want.owner == owner and not want.shares:
                 alignment = _ALIGNMENT if want.size >= _SMALL else _SMALL_ALIGNMENT
                 end = -(-end // alignment) * alignment
                 offsets[index] = end
@@ -149,6 +169,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense tensor, in the order of memory."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def tried(step: Callable[[], None]) -> HoroError | None:

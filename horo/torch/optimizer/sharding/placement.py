@@ -1,5 +1,7 @@
 """Parameters in the common memory: their way there, and the writes of a script into its views of them.
 
+A parameter that would keep the ranks waiting for its owner is cut, where each rank can step a part of it.
+
 A parameter moves in three steps: all ranks describe it and compare the descriptions; its owner copies it; when all
 owners have, every rank sets ``p.data`` to its view. If a rank ends meanwhile, the others have whole values.
 """
@@ -20,8 +22,8 @@ from horo.torch.engine.tensor_bytes import bytes_of
 from horo.torch.optimizer.parameter_state import ParameterState
 from horo.torch.optimizer.sharding.hosts import arithmetic, refuse_different, refuse_unlike
 from horo.torch.optimizer.sharding.meeting import Meeting, own_process
-from horo.torch.optimizer.sharding.memory import Block, HostMemory, Want, is_dense, tried
-from horo.torch.optimizer.sharding.owners import share_out
+from horo.torch.optimizer.sharding.memory import Block, HostMemory, Want, flat, is_dense, tried
+from horo.torch.optimizer.sharding.owners import StepShare, cut, is_too_large, share_out
 from horo.torch.optimizer.sharding.pages import Pages
 from horo.torch.optimizer.sharding.window import Window
 from horo.torch.optimizer.shared_gradients import COUNTS_IN_HOOKS
@@ -39,6 +41,16 @@ class Placed(NamedTuple):
     address: int
     """The address of its view. A parameter that is elsewhere has left it."""
 
+    def part(self, index: int) -> torch.Tensor:
+        """The part of a writer with that place on the host."""
+        return self.block.part(self.alias, index)
+
+    def part_of_gradient(self, gradient: torch.Tensor, index: int) -> torch.Tensor:
+        """The part of a cut parameter's gradient by which that rank steps; in its memory, if that is laid out alike."""
+        if gradient.layout is not torch.strided or gradient.stride() != self.view.stride() or not is_dense(gradient):
+            gradient = torch.empty_like(self.view, dtype=gradient.dtype).copy_(gradient.to_dense())
+        return self.block.part(gradient, index)
+
 
 class _Description(NamedTuple):
     """A parameter that is to move, as ranks compare it."""
@@ -48,6 +60,7 @@ class _Description(NamedTuple):
     piece: tuple[int, int, int]
     """The number of the piece of memory that moves, its bytes, and the place of the parameter there, in elements."""
     is_trained: bool
+    may_be_cut: bool
     checksum: int
     has_left: bool
     """Whether it was in the common memory before."""
@@ -56,10 +69,16 @@ class _Description(NamedTuple):
 
 
 class ParameterPlacement:
-    """The parameters of one optimizer in the common memory of this host, in one job."""
+    """The parameters of one optimizer in the common memory of this host, in one job.
 
-    def __init__(self, meeting: Meeting) -> None:
+    Args:
+        meeting: The ranks.
+        may_cut: The optimizer steps each element of a parameter by itself.
+    """
+
+    def __init__(self, meeting: Meeting, *, may_cut: bool) -> None:
         self._meeting = meeting
+        self._may_cut = may_cut
         self.memory = HostMemory(meeting)
         self.placed: dict[ParameterState, Placed] = {}
         self.window: Window | None = None
@@ -131,8 +150,8 @@ class ParameterPlacement:
                 raise UsageError(_difference(name, ranks, steps))
         with torch.no_grad():
             for item in changed.values():
-                if item.block.owner == self._meeting.index:
-                    item.alias.copy_(item.view)
+                if item.block.is_written_by(self._meeting.index):
+                    item.part(self._meeting.index).copy_(item.block.part(item.view, self._meeting.index))
         for pages, ranges in written.items():
             for start, end in ranges:
                 pages.drop(start, end)
@@ -209,8 +228,9 @@ class ParameterPlacement:
             new.update(self._laid_out(others, described))
         with torch.no_grad():
             for state, placed in new.items():
-                if placed.block.owner == self._meeting.index:
-                    placed.alias.copy_(state.parameter.detach())
+                if placed.block.is_written_by(self._meeting.index):
+                    own = placed.block.part(state.parameter.detach(), self._meeting.index)
+                    placed.part(self._meeting.index).copy_(own)
         return new
 
     def _returned(
@@ -236,16 +256,26 @@ class ParameterPlacement:
         pieces: dict[int, int] = {}
         trained: set[int] = set()
         owner_of: dict[int, int] = {}
+        users: dict[int, list[ParameterState]] = {}
         for state in states:
             number, size, _ = described[state.name].piece
             pieces[number] = size
+            users.setdefault(number, []).append(state)
             trained.update([number] if described[state.name].is_trained else [])
-            if state in self.placed:
+            if state in self.placed and not self.placed[state].block.shares:
                 owner_of[number] = self.placed[state].block.owner
-        new_pieces = [number for number in pieces if number not in owner_of]
-        owners = share_out([pieces[number] if number in trained else 0 for number in new_pieces], self._loads)
-        owner_of.update(zip(new_pieces, owners, strict=True))
-        wants = [Want(owner_of[number], size) for number, size in pieces.items()]
+        new_pieces = {number: size * (number in trained) for number, size in pieces.items() if number not in owner_of}
+        total = sum(self._loads) + sum(new_pieces.values())
+        shares: dict[int, tuple[StepShare, ...]] = {}
+        for number, size in new_pieces.items():
+            first, *others = users[number]
+            if not others and described[first.name].may_be_cut and is_too_large(size, total, len(self._loads)):
+                shares[number] = cut(first.parameter.numel(), first.parameter.element_size(), self._loads)
+                owner_of[number] = shares[number][0].owner
+        whole = [number for number in new_pieces if number not in shares]
+        owners = share_out([new_pieces[number] for number in whole], self._loads)
+        owner_of.update(zip(whole, owners, strict=True))
+        wants = [Want(owner_of[number], size, shares.get(number, ())) for number, size in pieces.items()]
         pages, blocks = self.memory.append(wants)
         block_of = dict(zip(pieces, blocks, strict=True))
         new = {}
@@ -275,6 +305,7 @@ class ParameterPlacement:
                 _likeness(parameter),
                 (numbers.get(first, 0), size, offset),
                 parameter.requires_grad,
+                self._may_cut and _steps_elements(parameter),
                 0 if problem else _checksum(parameter),
                 state in self.placed and parameter.data_ptr() != self.placed[state].address,
                 problem,
@@ -380,15 +411,16 @@ def _extent(parameter: torch.Tensor) -> tuple[int, int]:
     return start, start + parameter.numel() * parameter.element_size()
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense tensor, as contiguous bytes."""
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    return flat.view(torch.uint8)
+def _steps_elements(parameter: torch.Tensor) -> bool:
+    """Whether a step of a part of it has the bits of one of all: its gradient has all its rows, and no short dtype,
+    which torch rounds otherwise at the ends of what a thread works on."""
+    is_sparse = parameter.grad is not None and parameter.grad.layout is not torch.strided
+    return parameter.requires_grad and parameter.dtype in (torch.float32, torch.float64) and not is_sparse
 
 
 def _equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(_flat(one), _flat(other))
+    return torch.equal(flat(one).view(torch.uint8), flat(other).view(torch.uint8))
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(bytes_of(_flat(tensor)))
+    return zlib.crc32(bytes_of(flat(tensor).view(torch.uint8)))

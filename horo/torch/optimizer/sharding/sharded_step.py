@@ -36,7 +36,7 @@ from horo.torch.optimizer.sharding.hosts import is_compared
 from horo.torch.optimizer.sharding.meeting import Meeting
 from horo.torch.optimizer.sharding.placement import ParameterPlacement, Placed
 from horo.torch.optimizer.sharding.state import StatePlacement, tensors_in
-from horo.torch.optimizer.sharding.supported import is_of_torch
+from horo.torch.optimizer.sharding.supported import is_of_torch, steps_elements
 from horo.torch.optimizer.step_hooks import UndoingStep, closure_of, with_closure
 
 __all__ = ["shard_step"]
@@ -93,6 +93,8 @@ class _ShardedStep:
         """The gradients of parameters of others."""
         self._writing: list[Placed] = []
         """The parameters that this rank steps."""
+        self._cut: list[tuple[Placed, torch.Tensor, dict[str, Any] | None]] = []
+        """The cut ones among them, with their gradients and their state."""
         self._is_meeting = False
         """Whether this rank is in a step, but not in the window."""
         self._torn = ""
@@ -164,6 +166,7 @@ class _ShardedStep:
             self._tear(str(error))
             self.leave()  # ranks may have laid out different memory
             raise
+        self._cut = []
         if is_new:
             self._window.close()
         count_change(others)
@@ -186,6 +189,7 @@ class _ShardedStep:
         if not self._is_open:
             return
         self._give_back()
+        self._put_back()
         self._window.fail()
         meeting, _, _ = self._parts()
         text = f"optimizer.step() raised {type(error).__name__}: {error}"
@@ -205,16 +209,24 @@ class _ShardedStep:
         self._enter()
         self._window.open()
         self._is_open, self._is_meeting = True, False
-        meeting, placement, _ = self._parts()
+        meeting, placement, state = self._parts()
         optimizer = self._optimizer()
-        self._states_before = 0 if optimizer is None else len(optimizer.state)
+        assert optimizer is not None
+        self._states_before = len(optimizer.state)
+        state.take_written()
         for there in placement.placed.values():
             parameter = there.state.parameter
             gradient = parameter.grad
-            if there.block.owner == meeting.index:
-                if gradient is not None or self._may_write_all:
-                    self._writing.append(there)
-                    parameter.data = there.alias
+            if there.block.is_written_by(meeting.index):
+                if gradient is None and not self._may_write_all:
+                    continue
+                self._writing.append(there)
+                if there.block.shares:
+                    self._cut.append((there, gradient, state.narrow(optimizer, there)))
+                    parameter.grad = None
+                parameter.data = there.part(meeting.index)
+                if there.block.shares:
+                    parameter.grad = there.part_of_gradient(gradient, meeting.index)
             elif gradient is not None:
                 self._hidden.append((parameter, gradient))
                 parameter.grad = None
@@ -228,6 +240,7 @@ class _ShardedStep:
             state.keep_only(states)
             self._states = states
         moved = placement.moved(states)
+        state.hold(placement.placed.values())
         window = placement.window
         if window is not None:
             window.enter()
@@ -252,9 +265,24 @@ class _ShardedStep:
     def _give_back(self) -> None:
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
+        for there, _, _ in self._cut if self._is_open else ():
+            there.state.parameter.grad = None
         for there in self._writing:
             there.state.parameter.data = there.view
+        for there, gradient, _ in self._cut if self._is_open else ():
+            there.state.parameter.grad = gradient
         self._hidden, self._writing, self._is_open = [], [], False
+
+    def _put_back(self) -> None:
+        """Gives cut parameters the state again that they had before a step that has failed."""
+        optimizer, cut, self._cut = self._optimizer(), self._cut, []
+        if optimizer is None:
+            return
+        for there, _, found in cut:
+            if found is None:
+                optimizer.state.pop(there.state.parameter, None)
+            else:
+                optimizer.state[there.state.parameter] = found
 
     # -- failures --------------------------------------------------------------------------------------------------
 
@@ -272,7 +300,8 @@ class _ShardedStep:
         window.leave()
         stepped = window.settle()
         placed = list(placement.placed.values())
-        missing = [item for item in placed if not stepped[item.block.owner]]
+        unfinished = [index for index, done in enumerate(stepped) if not done]
+        missing = [item for item in placed if any(item.block.is_written_by(index) for index in unfinished)]
         if not missing:
             return "optimizer.step() had been done on this host: all parameters are of the same step"
         if all(done is False for done in stepped) and len(missing) == len(placed):
@@ -317,13 +346,14 @@ class _ShardedStep:
             return False
         runtime.sharded.add(self)
         self._meeting = Meeting(self._membership)
-        self._placement = ParameterPlacement(self._meeting)
+        self._placement = ParameterPlacement(self._meeting, may_cut=steps_elements(optimizer))
         self._state = StatePlacement(self._meeting, self._placement.memory)
         return True
 
     def leave(self) -> None:
         """Called when this rank leaves the job, and in a forked child: parameters and state are its own from now on."""
         self._give_back()
+        self._put_back()
         optimizer = self._optimizer()
         if self._state is not None and optimizer is not None:
             self._state.leave(optimizer)

@@ -3,16 +3,19 @@
 ``optimizer.state`` is whole on every rank, so ``state_dict()`` is torch's own: for a parameter that this rank owns, it
 has the memory that its step writes, for another one a view of it. An owner sends entries that are no tensors to
 all ranks when they change.
+
+Of a cut parameter all ranks have views. Inside the window ``optimizer.state`` has a part of each entry that has the
+parameter's shape. Of the other entries, those of the first owner count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from horo.errors import UnsupportedError
+from horo.errors import UnsupportedError, UsageError
 from horo.torch.optimizer.parameter_state import ParameterState
 from horo.torch.optimizer.sharding.meeting import Meeting
 from horo.torch.optimizer.sharding.memory import Block, HostMemory, Want, is_dense, tried
@@ -31,6 +34,8 @@ class _Tensor(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    is_cut: bool
+    """Ranks write parts of it, as of its parameter."""
 
     def like(self) -> torch.Tensor:
         """A tensor like it, without memory."""
@@ -44,6 +49,8 @@ class _Entry(NamedTuple):
     block: Block
     own: torch.Tensor
     """As ``optimizer.state`` of this rank has it."""
+    part: torch.Tensor | None
+    """The memory that this rank writes of it; None: others write."""
 
 
 _Entries = dict[str, Any]
@@ -58,41 +65,103 @@ class StatePlacement:
         self._memory = memory
         self._entries: dict[ParameterState, _Entries] = {}
         self._dicts: dict[ParameterState, dict[str, Any]] = {}
-        """Of the parameters of others, as this rank has put them into ``optimizer.state``."""
+        """Of cut parameters and those of others, as this rank has put them into ``optimizer.state``."""
         self._parts: list[Pages] = []
+        self._cut_parts: list[Pages] = []
+        """The memory of entries of cut parameters."""
+        self._held: dict[tuple[ParameterState, str], torch.Tensor] = {}
 
     def keep(self, optimizer: torch.optim.Optimizer, placed: Mapping[ParameterState, Placed]) -> bool:
         """Called when this rank has written: puts state back that was replaced. Whether all have to place state."""
         state_of = optimizer.state
         is_new = False
         for state, there in placed.items():
-            if there.block.owner == self._meeting.index:
-                found = state_of.get(state.parameter, {})
-                is_new = not self._keep_own(found, self._entries.get(state, {})) or is_new
+            if there.block.is_written_by(self._meeting.index):
+                is_new = not self._keep_own(state_of, state, there) or is_new
         return is_new
 
-    def _keep_own(self, found: dict[str, Any], entries: _Entries) -> bool:
-        """Whether the state of a parameter of this rank has the entries that all know."""
+    def _keep_own(self, state_of: MutableMapping[Any, Any], state: ParameterState, there: Placed) -> bool:
+        """Whether the state of a parameter that this rank writes has the entries that all know."""
+        found, entries = state_of.get(state.parameter, {}), self._entries.get(state, {})
         if len(found) != len(entries):
             return False
         for key, value in found.items():
             entry = entries.get(key, self)
             if type(entry) is _Entry:
-                if entry.block.owner != self._meeting.index:
+                if not _is_at(entry, there):
                     return False
-                if value is entry.own:
+                if value is entry.own or value is entry.part:
                     continue
-                if not isinstance(value, torch.Tensor) or _describe(value) != entry.told:
+                if not isinstance(value, torch.Tensor) or _describe(value, there) != entry.told:
                     return False
-                with torch.no_grad():
-                    entry.own.copy_(value)
-                found[key] = entry.own
+                self._write(entry, value, there)
+                if not there.block.shares:
+                    found[key] = entry.own
             elif type(value) is not type(entry) or value != entry:
                 return False
+        if there.block.shares and entries:
+            state_of[state.parameter] = self._dicts[state]
         return True
+
+    def _write(self, entry: _Entry, value: torch.Tensor, there: Placed) -> None:
+        """Writes what this rank has to of an entry; ``value``: its part, or the whole."""
+        if entry.part is not None:
+            is_part = value.shape == entry.part.shape or not entry.told.is_cut
+            with torch.no_grad():
+                entry.part.copy_(value if is_part else self._part(value, there))
+
+    def _part(self, value: torch.Tensor, there: Placed) -> torch.Tensor:
+        """The part that this rank steps of a tensor with the shape of a cut parameter."""
+        value = value.detach()
+        if value.stride() != there.view.stride() or not is_dense(value):
+            value = torch.empty_like(there.view, dtype=value.dtype).copy_(value)
+        return there.block.part(value, self._meeting.index)
+
+    # -- inside the window -----------------------------------------------------------------------------------------
+
+    def hold(self, placed: Iterable[Placed]) -> None:
+        """Called before ranks meet: copies what this rank steps its parts by, and the first owner writes."""
+        index = self._meeting.index
+        self._held = {
+            (there.state, key): entry.own.clone()
+            for there in placed
+            if there.block.shares and there.block.owner != index and there.block.is_written_by(index)
+            for key, entry in self._entries.get(there.state, {}).items()
+            if type(entry) is _Entry and not entry.told.is_cut
+        }
+
+    def take_written(self) -> None:
+        """Called when the window opens: what the script has written into cut entries counts, since all ranks have."""
+        if self._is_cut_written():  # the kernel has copied whole pages, also of parts of others
+            for entries in self._entries.values():
+                for entry in entries.values():
+                    if type(entry) is _Entry and entry.told.is_cut and entry.part is not None:
+                        entry.part.copy_(entry.block.part(entry.own, self._meeting.index))
+
+    def _is_cut_written(self) -> bool:
+        return any(next(pages.written(), None) is not None for pages in self._cut_parts)
+
+    def narrow(self, optimizer: torch.optim.Optimizer, there: Placed) -> dict[str, Any] | None:
+        """Lets a step find the state of the part of a cut parameter. Returns that of the whole; None: there is none."""
+        parameter = there.state.parameter
+        found: dict[str, Any] | None = optimizer.state.get(parameter)
+        if found is not None:
+            entries = self._entries.get(there.state, {})
+            optimizer.state[parameter] = {
+                key: self._narrowed(key, value, entries.get(key), there) if isinstance(value, torch.Tensor) else value
+                for key, value in found.items()
+            }
+        return found
+
+    def _narrowed(self, key: str, value: torch.Tensor, entry: Any, there: Placed) -> torch.Tensor:
+        if type(entry) is _Entry and value is entry.own:
+            return self._held[there.state, key] if entry.part is None else entry.part
+        return self._part(value, there) if value.shape == there.view.shape else value.clone()
 
     def is_placed(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether all tensors in the state are what owners have written."""
+        if self._is_cut_written():
+            return False
         known = {
             (state.parameter, key): id(entry.own)
             for state, entries in self._entries.items()
@@ -125,6 +194,8 @@ class StatePlacement:
             for parameter in sorted(list(optimizer.state)[before:], key=lambda key: places.get(key, len(places))):
                 optimizer.state[parameter] = optimizer.state.pop(parameter)
         self.drop()
+        for pages in self._cut_parts:
+            pages.drop(0, pages.size)
 
     def drop(self) -> None:
         """Drops what this rank has written into the state of parameters of others."""
@@ -140,13 +211,13 @@ class StatePlacement:
             GroupError: A rank is lost or has shut down.
         """
         own: dict[str, dict[str, Any]] = {}
+        index = self._meeting.index
 
         def describe() -> None:
             for state, there in placed.items():
-                if there.block.owner == self._meeting.index:
+                if there.block.owner == index and not self._keep_own(optimizer.state, state, there):
                     found = optimizer.state.get(state.parameter, {})
-                    if not self._keep_own(found, self._entries.get(state, {})):
-                        own[state.name] = {key: _tell(state.name, key, value) for key, value in found.items()}
+                    own[state.name] = {key: _tell(there, key, value) for key, value in found.items()}
 
         failure = tried(describe)
         self._meeting.refuse_failures("state.described", failure)
@@ -159,13 +230,13 @@ class StatePlacement:
             new.update(self._laid_out(states, changed, placed))
             with torch.no_grad():
                 for state in states:
-                    if placed[state].block.owner == self._meeting.index:
-                        _move(optimizer.state.get(state.parameter, {}), new[state])
+                    if placed[state].block.is_written_by(index):
+                        self._move(optimizer.state.get(state.parameter, {}), new[state], placed[state])
 
         self._meeting.refuse_failures("state.moving", tried(copy))
         for state, entries in new.items():
             self._entries[state] = entries
-            if placed[state].block.owner == self._meeting.index:
+            if placed[state].block.owner == index and not placed[state].block.shares:
                 self._dicts.pop(state, None)
             else:
                 shown = {key: entry.own if type(entry) is _Entry else entry for key, entry in entries.items()}
@@ -177,37 +248,58 @@ class StatePlacement:
         changed: Mapping[str, Mapping[str, Any]],
         placed: Mapping[ParameterState, Placed],
     ) -> dict[ParameterState, _Entries]:
-        wants: list[Want] = []
-        missing: list[tuple[ParameterState, str]] = []
+        missing: list[tuple[ParameterState, str, Want]] = []
         new: dict[ParameterState, _Entries] = {state: {} for state in states}
         for state in states:
             before = self._entries.get(state, {})
             for key, told in changed[state.name].items():
                 new[state][key] = told
                 if type(told) is _Tensor:
-                    there = before.get(key)
-                    owner = placed[state].block.owner
-                    if type(there) is _Entry and there.told == told and there.block.owner == owner:
-                        new[state][key] = there
+                    entry, block = before.get(key), placed[state].block
+                    if type(entry) is _Entry and entry.told == told and _is_at(entry, placed[state]):
+                        new[state][key] = entry
                     else:
-                        missing.append((state, key))
                         size = max(1, told.like().numel()) * told.dtype.itemsize
-                        wants.append(Want(owner, size))
-        if wants:
-            pages, blocks = self._memory.append(wants)
-            self._parts.append(pages)
-            for (state, key), block in zip(missing, blocks, strict=True):
-                told = changed[state.name][key]
-                tensor = block.tensor(told.like(), alias=block.owner == self._meeting.index)
-                new[state][key] = _Entry(told, block, tensor.requires_grad_(told.requires_grad))
+                        want = Want(block.owner, size, block.shares if told.is_cut else ())
+                        missing.append((state, key, want))
+        for is_cut, parts in ((False, self._parts), (True, self._cut_parts)):
+            chosen = [item for item in missing if bool(placed[item[0]].block.shares) == is_cut]
+            if chosen:
+                pages, blocks = self._memory.append([want for _, _, want in chosen])
+                parts.append(pages)
+                for (state, key, _), block in zip(chosen, blocks, strict=True):
+                    new[state][key] = self._entry(changed[state.name][key], block)
         return new
+
+    def _entry(self, told: _Tensor, block: Block) -> _Entry:
+        index = self._meeting.index
+        is_own = block.owner == index and not told.is_cut
+        own = block.tensor(told.like(), alias=is_own).requires_grad_(told.requires_grad)
+        if not told.is_cut:
+            return _Entry(told, block, own, own if is_own else None)
+        part = block.part(block.tensor(told.like(), alias=True), index) if block.is_written_by(index) else None
+        return _Entry(told, block, own, part)
+
+    def _move(self, found: dict[str, Any], entries: _Entries, there: Placed) -> None:
+        """Gives the state of a parameter that this rank writes the memory that its entries have now, with its values.
+
+        Raises:
+            UsageError: The first owner of a cut parameter has others.
+        """
+        if found.keys() != entries.keys():
+            raise UsageError(f"the optimizer's state of parameter {there.state.name!r} is not alike on all ranks")
+        for key, entry in entries.items():
+            if type(entry) is _Entry and found[key] is not entry.own and found[key] is not entry.part:
+                self._write(entry, found[key].detach(), there)
+                if not there.block.shares:
+                    found[key] = entry.own
 
     def leave(self, optimizer: torch.optim.Optimizer) -> None:
         """Called when the job has ended: state becomes this rank's own, with the values that it has."""
         for state, entries in self._entries.items():
             found = optimizer.state.get(state.parameter, {})
             for key, entry in entries.items():
-                is_own = type(entry) is _Entry and entry.block.owner == self._meeting.index
+                is_own = type(entry) is _Entry and entry.part is entry.own
                 if is_own and found.get(key) is entry.own:
                     found[key] = entry.block.tensor(entry.told.like()).requires_grad_(entry.told.requires_grad)
 
@@ -223,11 +315,21 @@ def tensors_in(optimizer: torch.optim.Optimizer) -> dict[tuple[torch.Tensor, str
     }
 
 
-def _describe(value: torch.Tensor) -> _Tensor:
-    return _Tensor(tuple(value.shape), value.stride(), value.dtype, value.requires_grad)
+def _is_at(entry: _Entry, there: Placed) -> bool:
+    """Whether those write an entry who write its parameter."""
+    block = entry.block
+    return block.owner == there.block.owner and (block.shares == there.block.shares or not entry.told.is_cut)
 
 
-def _tell(name: str, key: str, value: Any) -> Any:
+def _describe(value: torch.Tensor, there: Placed) -> _Tensor:
+    shares, view = there.block.shares, there.view
+    lengths = [(share.end - share.start,) for share in shares]
+    is_cut = bool(shares) and (value.shape == view.shape or tuple(value.shape) in lengths)
+    like = view if is_cut else value
+    return _Tensor(tuple(like.shape), like.stride(), value.dtype, value.requires_grad, is_cut)
+
+
+def _tell(there: Placed, key: str, value: Any) -> Any:
     """An entry as its owner describes it to the others.
 
     Raises:
@@ -235,18 +337,10 @@ def _tell(name: str, key: str, value: Any) -> Any:
     """
     if isinstance(value, torch.Tensor):
         if value.is_cpu and value.layout is torch.strided:
-            return _describe(value) if is_dense(value) else _describe(value.contiguous())
+            return _describe(value if is_dense(value) else value.contiguous(), there)
     elif type(value) in _PLAIN:
         return value
     raise UnsupportedError(
-        f"sharding=: the optimizer's state {key!r} of parameter {name!r} is a {type(value).__name__}, which ranks "
-        "cannot share; leave sharding out"
+        f"sharding=: the optimizer's state {key!r} of parameter {there.state.name!r} is a {type(value).__name__}, "
+        "which ranks cannot share; leave sharding out"
     )
-
-
-def _move(found: dict[str, Any], entries: _Entries) -> None:
-    """Gives the state of a parameter of this rank the memory that its entries have now, with its values."""
-    for key, entry in entries.items():
-        if type(entry) is _Entry and found[key] is not entry.own:
-            entry.own.detach().copy_(found[key])
-            found[key] = entry.own

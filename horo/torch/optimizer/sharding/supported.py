@@ -11,7 +11,7 @@ import torch
 
 from horo.errors import UnsupportedError, UsageError
 
-__all__ = ["check_sharding", "is_of_torch"]
+__all__ = ["check_sharding", "is_of_torch", "steps_elements"]
 
 _PROBE_SCALES = (1.0,) * 8 + (100.0,) * 2
 """Sizes of gradients, one a step: gradients of one direction, by which some estimate a step size for all parameters,
@@ -19,6 +19,8 @@ then large ones, which others clip together."""
 _PROBE_SHAPES = ((3, 4), (4,), (2, 5), (6,))
 _PROBE_LR = 1e-3
 """In the place of 0."""
+_BY_ELEMENT = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adadelta", "Adagrad", "Rprop", "ASGD")
+"""Classes of ``torch.optim`` that step an element of a parameter by its own gradient and state alone."""
 _NO_OPTIONS = ("params", "param_names")
 
 
@@ -75,6 +77,11 @@ def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its class is of ``torch.optim``: in place it writes those parameters that have gradients, and no others,
     and keeps state nowhere else."""
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
+
+
+def steps_elements(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step of a part of a parameter gives that part the values that a step of the whole would."""
+    return any(type(optimizer) is getattr(torch.optim, name) for name in _BY_ELEMENT)
 
 
 def _refuse_unknown(optimizer: torch.optim.Optimizer) -> None:
