@@ -221,7 +221,7 @@ BREAKS = (
           'postscale=factor_of(postscale_factor, kind, "postscale_factor")',
           'postscale=factor_of(prescale_factor, kind, "postscale_factor")',
           "postscale_factor has no effect, and prescale_factor counts twice.",
-          "tests/ranks/test_ranks_ops.py -k factors"),
+          "tests/ranks/test_ranks_repeats.py -k factors"),
     Break("torch-buffers-after-join", "horo/torch/functions/broadcast_state.py",
           "postscale=scale, team=team), in_place=True)",
           "team=team), in_place=True)",
