@@ -251,7 +251,7 @@ BREAKS = (
           "if waiter.unless in self._values:",
           "if waiter.unless and waiter.unless in self._values and waiter.position == len(waiter.keys):",
           "Where a rank fails while the job starts, the others wait for the whole start timeout.",
-          "tests/python/test_store.py -k unless"),
+          "tests/python/test_bootstrap_stores.py -k unless"),
     Break("bootstrap-secret-shown", "horo/config/variable.py",
           'shown = f" ({len(text)} characters)" if self.secret else f"={text!r}"',
           'shown = f"={text!r}"',
