@@ -34,7 +34,7 @@ teams timeline timeouts transport waits
 # What else reads and writes memory, if in one thread.
 _MEMORY = """
 adasum alltoall bits calls complex_products compression control cross device_libraries gather hostile_member kernel
-nccl_teams reducescatter refusal rooted transport_tcp tuning wire
+nccl_teams refusal rooted transport_tcp tuning wire
 """
 FILES = {"thread": _RACES.split(), "address": [*_RACES.split(), *_MEMORY.split()]}
 """The files of a sanitizer's run; `HORO_ALL_CASES=1`, as of `make test-all`, takes all."""
