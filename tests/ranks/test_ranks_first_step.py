@@ -21,6 +21,7 @@ from small_model import (
 )
 
 import horo.torch as hvd
+from horo.horovod import install
 from horo.torch.engine import runtime
 from horo.torch.optimizer.at_backward import BackwardReducer
 
@@ -326,7 +327,7 @@ def test_the_first_checks_can_be_left_out() -> None:
     assert counters()["requests"] - before == 4 * 4  # nothing but the gradients
 
 
-@on_own(2, HORO_HOROVOD="1")
+@on_own(2)
 def test_a_script_of_horovods_is_warned_once_where_ranks_begin_apart() -> None:
     def train() -> None:
         model = make_model(seed=hvd.rank())
@@ -335,6 +336,7 @@ def test_a_script_of_horovods_is_warned_once_where_ranks_begin_apart() -> None:
             take_step(model, optimizer, step)
             optimizer.zero_grad()
 
+    install()
     told = [each for each in _warnings_of(train) if "is not equal on all ranks before the first step" in each]
     assert len(told) == 1
 
