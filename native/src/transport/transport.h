@@ -56,6 +56,8 @@ struct hr_io {
     int takes_some;    /* a receive that is done as soon as any bytes have come */
     enum hr_io_state state;
     struct hr_io *next;
+    size_t given_bytes; /* to MPI, as what follows: all of this and no more than `bytes` has gone there */
+    uint64_t request;   /* of what lies between done_bytes and given_bytes */
 };
 
 struct hr_transport;
