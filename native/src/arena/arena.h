@@ -181,10 +181,7 @@ hr_status hr_arena_map(struct hr_arena *arena, void *memory, size_t memory_bytes
                        int local_size, size_t segment_bytes, struct hr_error *error);
 void hr_arena_unmap(struct hr_arena *arena);
 
-/*
- * The heads and rings of all pairs: those to a rank stand one behind another, by the sender. Status and *error as
- * hr_arena_map.
- */
+/* The heads and rings of all pairs: those to a rank stand together, by the sender. Statuses as hr_arena_map. */
 struct hr_pair_rings {
     struct hr_pair_head *heads;
     char *rings;

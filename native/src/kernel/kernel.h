@@ -116,10 +116,7 @@ void hr_kernel_convert(const struct hr_kernel *kernel, int dst_dtype, void *dst,
 void hr_kernel_dots(const struct hr_kernel *kernel, int dtype, const void *a, const void *b, size_t count,
                     double *sums);
 
-/*
- * Of floats: a[i] = a_factor * a[i] + b_factor * b[i], in double, rounded once to float32 and from there to 16
- * bits. a and b do not overlap.
- */
+/* Of floats: a[i] = a_factor * a[i] + b_factor * b[i], in double, rounded to float32, then to 16 bits; no overlap. */
 void hr_kernel_combine(const struct hr_kernel *kernel, int dtype, void *a, const void *b, size_t count,
                        double a_factor, double b_factor);
 

@@ -4,10 +4,7 @@
  */
 #include "kernel/level.h"
 
-/*
- * A macro, since float and double want the same text. NaN wins, from whichever side; of equal values the earlier one
- * stays.
- */
+/* A macro, since float and double want the same text. NaN wins, from either side; of equal values the earlier. */
 #define REDUCE_FLOAT(op, a, b)                                                                                         \
     ((op) == HR_KERNEL_SUM       ? (a) + (b)                                                                           \
      : (op) == HR_KERNEL_PRODUCT ? (a) * (b)                                                                           \

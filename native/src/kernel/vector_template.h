@@ -209,10 +209,7 @@ HR_INLINE void prefetch(const void *at, size_t bytes) {
     }
 }
 
-/*
- * Whole blocks from element `begin` on; returns the first element not done. All sources are read once, before any
- * store.
- */
+/* Whole blocks from element `begin` on; returns the first one not done. Sources are read once, before any store. */
 HR_INLINE size_t run_blocks(int to, int from, int op, const struct hr_span *span, size_t begin, int src_count,
                             enum hr_store how) {
     const size_t block = UNROLL * step_bytes(from) / element_bytes(from);

@@ -20,10 +20,7 @@
 
 enum { SEND = HR_SEND, RECV = HR_RECV, DIRECTIONS = 2, WORD_BITS = 64 };
 
-/*
- * Ios given to MPI at once, per stream: as many as an algorithm has in flight. Few, for all of them must be taken back
- * in the end.
- */
+/* Ios given to MPI at once, as many as an algorithm has in flight: few, for all must be taken back in the end. */
 enum { STARTED_MAX = 8 };
 
 #define POLL_WITHIN_NS 20000ll /* a piece of 128 KiB takes 100 us on a link of 10 Gbit/s, and several are in flight */

@@ -81,22 +81,13 @@ struct hr_transport_ops {
      */
     size_t (*sleep_fds)(struct hr_transport *transport, struct pollfd *fds, size_t capacity);
 
-    /*
-     * The longest sleep, in nanoseconds, while something is posted that no descriptor tells of; -1 where the
-     * descriptors suffice. NULL: they always do.
-     */
+    /* The longest sleep while something is posted of which no descriptor tells; -1: any. NULL: always -1. */
     int64_t (*poll_within_ns)(const struct hr_transport *transport);
 
-    /*
-     * Whether a peer is lost, and how it was first noticed. A peer that has closed its end in order is lost as well:
-     * callers know that.
-     */
+    /* Whether a peer is lost, also one that has closed its end in order, and how it was first noticed. */
     enum hr_loss (*loss)(const struct hr_transport *transport, int peer);
 
-    /*
-     * Turns link supervision on while work is pending (keepalive probes), off when idle, so that an idle job sends
-     * nothing.
-     */
+    /* Supervises the links (keepalive probes) while work is pending; not when idle: an idle job sends nothing. */
     void (*watch)(struct hr_transport *transport, int enabled);
 
     /*
