@@ -51,12 +51,6 @@ def test_srun_with_mpi(slurm: Slurm, mpi: Mpi, tmp_path: Path, layout: str) -> N
     assert written(tmp_path) == expected(layout, slurm.cluster, mpi.library)
 
 
-def test_mpirun_takes_its_hosts_from_slurm(slurm: Slurm, mpi: Mpi, tmp_path: Path) -> None:
-    done = slurm.run("salloc", *LAYOUTS["aaab"], mpi.starter, *PLACE, str(tmp_path), environment=mpi.environment)
-    assert done.returncode == 0, done.stderr
-    assert written(tmp_path) == expected("aaab", slurm.cluster, mpi.library)
-
-
 def test_a_process_alone_in_a_batch_job_of_several_tasks_is_told_what_to_type(slurm: Slurm, tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
     script.write_text(f"#!/bin/sh\n{' '.join(PLACE)} {tmp_path}\n")

@@ -75,7 +75,7 @@ def test_a_wait_ended_early_goes_on_until_the_result(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(_core, "_SIGNAL_CHECK_MS", check_ms)
 
     def body(rank: Rank) -> None:
-        for turn in range(50):
+        for turn in range(20):
             mine = np.full((rows, 2), 10 * turn + rank.rank, np.int32)
             output = np.full((3 * rank.size, 2), -1, np.int32)
             (tensor,) = describe([mine], [output])

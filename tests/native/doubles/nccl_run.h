@@ -10,6 +10,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "kernel/level.h"
+
 enum { SUCCESS = 0, CUDA_ERROR = 1, SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, IN_PROGRESS = 7 };
 enum { RANKS_MAX = 16, CHUNK = 1 << 14, SCALES_MAX = 16, GROUP_MAX = 4096,
        ABORT_MS = 2000 };
@@ -83,40 +85,8 @@ static int failure_of(const struct comm *comm) {
 
 /* ---- Values ---- */
 
-static float half_value(uint16_t bits) {
-    const uint32_t exponent = bits >> 10 & 31;
-    const uint32_t fraction = bits & 1023;
-    const float sign = bits >> 15 ? -1.0f : 1.0f;
-    union {
-        uint32_t bits;
-        float value;
-    } whole = {.bits = (exponent + 112) << 23 | fraction << 13};
-    if (exponent == 31) {
-        whole.bits = 0x7f800000u | fraction << 13;
-    }
-    return sign * (exponent == 0 ? (float)fraction / 16777216.0f : whole.value);
-}
-
-static uint16_t half_bits(double value) {
-    union {
-        float value;
-        uint32_t bits;
-    } whole = {.value = (float)value};
-    const uint16_t sign = (uint16_t)(whole.bits >> 16 & 0x8000u);
-    const uint32_t size = whole.bits & 0x7fffffffu;
-    if (size >= 0x47800000u) {
-        return (uint16_t)(sign | (size > 0x7f800000u ? 0x7e00u : 0x7c00u));
-    }
-    if (size < 0x38800000u) {
-        union {
-            uint32_t bits;
-            float value;
-        } small = {.bits = size};
-        return (uint16_t)(sign | (uint16_t)(small.value * 16777216.0f + 0.5f));
-    }
-    const uint32_t rounded = size + 0xfffu + (size >> 13 & 1);
-    return (uint16_t)(sign | (uint16_t)((rounded - 0x38000000u) >> 13));
-}
+static const int TYPES[] = {HORO_INT8, HORO_UINT8, HORO_INT32, HORO_UINT32, HORO_INT64, HORO_UINT64,
+                            HORO_FLOAT16, HORO_FLOAT32, HORO_FLOAT64, HORO_BFLOAT16};
 
 static size_t width_of(int dtype) {
     static const size_t widths[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
@@ -134,46 +104,20 @@ static int is_float(int dtype) {
     return dtype >= HALF;
 }
 
-static double float_at(const char *at, int dtype) {
-    uint16_t half;
-    uint32_t bits;
-    float single;
-    double value;
-    switch (dtype) {
-    case HALF: move((char *)&half, at, 2); return (double)half_value(half);
-    case BFLOAT:
-        move((char *)&half, at, 2);
-        bits = (uint32_t)half << 16;
-        move((char *)&single, (char *)&bits, 4);
-        return (double)single;
-    case FLOAT: move((char *)&single, at, 4); return (double)single;
-    default: move((char *)&value, at, 8); return value;
+static double float_at(const void *at, int dtype) {
+    return dtype == DOUBLE ? load_double(at) : (double)load_float(TYPES[dtype], at);
+}
+
+static void put_float(void *at, int dtype, double value) {
+    if (dtype == DOUBLE) {
+        memcpy(at, &value, sizeof value);
+    } else {
+        store_float(TYPES[dtype], at, (float)value);
     }
 }
 
-static void put_float(char *at, int dtype, double value) {
-    uint16_t half;
-    uint32_t bits;
-    float single = (float)value;
-    switch (dtype) {
-    case HALF: half = half_bits(value); move(at, (char *)&half, 2); break;
-    case BFLOAT:
-        move((char *)&bits, (char *)&single, 4);
-        half = (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
-        move(at, (char *)&half, 2);
-        break;
-    case FLOAT: move(at, (char *)&single, 4); break;
-    default: move(at, (char *)&value, 8); break;
-    }
-}
-
-static int64_t integer_at(const char *at, int dtype) {
-    const size_t width = width_of(dtype);
-    uint64_t bits = 0;
-    move((char *)&bits, at, width);
-    const int is_signed = dtype == INT8 || dtype == INT32;
-    const uint64_t sign = (uint64_t)1 << (8 * width - 1);
-    return (int64_t)(is_signed && (bits & sign) != 0 ? bits | ~(sign * 2 - 1) : bits);
+static int64_t integer_at(const void *at, int dtype) {
+    return load_integer(TYPES[dtype], at);
 }
 
 static double combine(int operation, double a, double b) {
