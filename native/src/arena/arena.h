@@ -240,10 +240,7 @@ const char *hr_arena_last_words(const struct hr_arena *arena, int rank);
 
 /* Whoever sleeps on a word, in any process, wakes up. A change of the word comes first. */
 void hr_word_wake(_Atomic uint32_t *word);
-/*
- * Sleeps while the word has this value, NULL: for any time. 1 when woken, perhaps for no reason, or if the value is
- * another; 0 when the time is up; -1 for a signal.
- */
+/* Sleeps while the word has this value. 1: woken, perhaps for nothing, or another value; 0: time is up; -1: signal. */
 int hr_word_sleep(_Atomic uint32_t *word, uint32_t value, const struct timespec *timeout);
 
 #endif

@@ -25,10 +25,7 @@ static struct hr_range share_of(const struct hr_allreduce *run, struct hr_range 
     return hr_share(segment.bytes, owner, run->owners);
 }
 
-/*
- * Whether the owner reads its own contribution from its slot: it must be scaled first, or packed as those of the others
- * are, so that a result does not depend on who owns it.
- */
+/* Whether the owner's own share passes its slot, to be scaled or packed as the others' are: all get the same bits. */
 static int packs_own_share(const struct hr_allreduce *run) {
     return run->prescale != 1.0 || !run->fused.codec->is_plain;
 }

@@ -116,7 +116,7 @@ hr_status hr_segments_reserve_scratch(struct hr_team *team, size_t bytes);
  */
 hr_status hr_segments_choose_unit(const struct hr_team *team, size_t shares, size_t *unit, size_t *rounding);
 
-/* What each rank has, cut into shares: an equal number for each owner and segment. */
+/* The parts of all ranks, cut into shares: an equal number for each owner and segment. */
 struct hr_shares {
     const struct hr_fused *by_rank;
     size_t unit, count;

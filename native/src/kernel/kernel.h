@@ -101,10 +101,7 @@ void hr_kernel_reduce(const struct hr_kernel *kernel, int dtype, int reduce_op, 
 void hr_kernel_scale(const struct hr_kernel *kernel, int dtype, void *dst, const void *src, size_t count,
                      struct hr_scale scale, enum hr_store store);
 
-/*
- * dst[i] = factor * src[i], where one of the dtypes is float16 or bfloat16 and the other float32 or float64;
- * multiplied in the wider one. dst and src do not overlap.
- */
+/* dst[i] = factor * src[i] from a 16-bit float to a wider one or back, multiplied in the wider one; no overlap. */
 void hr_kernel_convert(const struct hr_kernel *kernel, int dst_dtype, void *dst, int src_dtype, const void *src,
                        size_t count, double factor, enum hr_store store);
 

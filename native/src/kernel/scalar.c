@@ -1,7 +1,4 @@
-/*
- * The level that is always there, the tail of every other level, and the definition of every result: plain loops, one
- * element after the other, sources in order.
- */
+/* The level that is always there, the tail of all others, the definition of all results: plain loops, in order. */
 #include "kernel/level.h"
 
 /* A macro, since float and double want the same text. NaN wins, from either side; of equal values the earlier. */

@@ -114,7 +114,7 @@ static struct hr_transport *add_mpi(struct hr_node *node, struct hr_transport *s
     return transport;
 }
 
-/* Over duplicates of the descriptors, of which *control_copy, if asked for, is the caller's. NULL with *error set. */
+/* Over duplicates of the descriptors; *control_copy, if asked for, has those for control, to be freed. NULL: *error. */
 static struct hr_transport *connect_sockets(const struct hr_node *node, int host_count, const int32_t *control_fds,
                                             const int32_t *data_fds, int **control_copy, struct hr_error *error) {
     int *control = NULL;

@@ -113,10 +113,7 @@ struct hr_transport {
     int is_quiet; /* the driver's: nothing of its team is under way here, so it is moved now and then only */
 };
 
-/*
- * Posts a receive on the control channel that is done as soon as any bytes have come: io->done_bytes of them, at most
- * `capacity`, whatever sends they are of. The statuses of post.
- */
+/* Posts a receive for control that is done as soon as any bytes have come, of whatever sends: io->done_bytes. */
 static inline hr_status hr_post_recv_some(struct hr_transport *transport, int peer, void *data, size_t capacity,
                                           struct hr_io *io) {
     HR_TRY(transport->ops->post(transport, HR_RECV, peer, HR_CHANNEL_CONTROL, data, capacity, io));
