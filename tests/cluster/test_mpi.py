@@ -34,12 +34,11 @@ def test_ranks_start_with_the_right_places(cluster: Cluster, mpi: Mpi, tmp_path:
     assert written(tmp_path) == expected(layout, cluster, mpi.library)
 
 
-@pytest.mark.parametrize("layout", ["aabb", "aaab"])
-def test_hororun_has_mpirun_start_the_ranks(cluster: Cluster, mpi: Mpi, tmp_path: Path, layout: str) -> None:
+def test_hororun_has_mpirun_start_the_ranks(cluster: Cluster, mpi: Mpi, tmp_path: Path) -> None:
     words = ["--mpi", "-np", "4", "--oversubscribe", *PLACE, str(tmp_path)]
-    done = cluster.run(*words, where=where(cluster, layout), environment=mpi.environment)
+    done = cluster.run(*words, where=where(cluster, "aaab"), environment=mpi.environment)
     assert done.returncode == 0, done.stderr
-    assert written(tmp_path) == expected(layout, cluster, mpi.library)
+    assert written(tmp_path) == expected("aaab", cluster, mpi.library)
 
 
 RENDEZVOUS = {

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import ModuleType
 
 import numpy as np
@@ -190,7 +190,8 @@ def test_each_waiter_returns_when_the_request_is_done(hosts: list[int], way: str
             if way == "release":
                 wait_for(lambda: rank.context.release_if_done(handle))
             else:
-                rank.context.finish_or_keep(handle)
+                with suppress(UsageError):  # one that finishes may have released it
+                    rank.context.finish_or_keep(handle)
             following = rank.submit("allreduce", "b", [np.ones(4)], reduce_op=SUM)
             waiters.await_all()
             assert waiters.outcomes == [None] * WAITERS

@@ -1,11 +1,20 @@
-/* What the double of NCCL does on a stream: values of all dtypes, and how ranks take turns. For nccl.c alone. */
+/*
+ * Where the ranks of the double of NCCL meet, what they do on a stream, and what an abort waits for. For nccl.c, whose
+ * lock its callers hold but on the threads of streams.
+ */
 #ifndef NCCL_RUN_H
 #define NCCL_RUN_H
 
+#include <dlfcn.h>
+#include <fcntl.h>
 #include <limits.h>
 #include <linux/futex.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -13,8 +22,7 @@
 #include "kernel/level.h"
 
 enum { SUCCESS = 0, CUDA_ERROR = 1, SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, IN_PROGRESS = 7 };
-enum { RANKS_MAX = 16, CHUNK = 1 << 14, SCALES_MAX = 16, GROUP_MAX = 4096,
-       ABORT_MS = 2000 };
+enum { RANKS_MAX = 16, CHUNK = 1 << 14, SCALES_MAX = 16, ABORT_MS = 2000 };
 enum kind { ALL_REDUCE, BROADCAST, REDUCE, REDUCE_SCATTER };
 enum { SUM, PRODUCT, MAX, MIN, AVERAGE, FIRST_SCALE };
 enum { INT8, UINT8, INT32, UINT32, INT64, UINT64, HALF, FLOAT, DOUBLE, BFLOAT };
@@ -57,7 +65,7 @@ struct comm {
     _Atomic int is_aborted;
     int running; /* launched and not over */
     struct comm *next_aborted; /* in the same group of calls */
-    int launches, groups;
+    int groups;
     unsigned seed;
     struct work *waiting, **waiting_tail; /* a group that is polled for */
     double scales[SCALES_MAX];
@@ -241,6 +249,111 @@ static void run(const struct work *work) {
             return;
         }
     }
+}
+
+/* ---- The file beside the double in which ranks meet, threads and processes alike ---- */
+
+int ncclGetVersion(int *version);
+
+/* One mapping serves all ranks of a process. */
+struct mapping {
+    struct mapping *next;
+    unique_id id;
+    struct clique *clique;
+    int users;
+};
+
+static struct mapping *mappings;
+
+static struct clique *map_file(const char *name) {
+    Dl_info info;
+    char path[4096];
+    if (dladdr((void *)&ncclGetVersion, &info) == 0) {
+        return NULL;
+    }
+    snprintf(path, sizeof path, "%s.%s", info.dli_fname, name);
+    const int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    if (file < 0 || ftruncate(file, sizeof(struct clique)) != 0) {
+        return NULL;
+    }
+    void *data = mmap(NULL, sizeof(struct clique), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    return data == MAP_FAILED ? NULL : data;
+}
+
+/* With the lock held. One mapping serves all ranks of a process. */
+static struct clique *find_clique(const unique_id *id) {
+    struct mapping *mapping = mappings;
+    while (mapping != NULL && memcmp(&mapping->id, id, sizeof *id) != 0) {
+        mapping = mapping->next;
+    }
+    if (mapping == NULL) {
+        struct clique *clique = map_file(id->bytes);
+        mapping = clique == NULL ? NULL : calloc(1, sizeof *mapping);
+        if (mapping == NULL) {
+            return NULL;
+        }
+        *mapping = (struct mapping){.next = mappings, .id = *id, .clique = clique};
+        mappings = mapping;
+    }
+    mapping->users++;
+    return mapping->clique;
+}
+
+/* ---- What the ranks of this process launch ---- */
+
+/* A line for each launch, the calls of a group: GPU, stream, and a word that its collective has on all ranks. */
+static FILE *launches;
+static char *launches_text;
+static size_t launches_bytes;
+
+static void note_group(struct comm *comm) {
+    launches = launches != NULL ? launches : open_memstream(&launches_text, &launches_bytes);
+    if (comm->waiting != NULL) {
+        fprintf(launches, "%d %p %s:%d\n", comm->clique->slots[comm->rank].device, comm->waiting->stream,
+                comm->id.bytes, ++comm->groups);
+    }
+}
+
+/* A job after that has other streams. */
+static void note_end(void) {
+    if (launches != NULL) {
+        fprintf(launches, "over\n");
+    }
+}
+
+/* ---- What an abort waits for ---- */
+
+static struct work *launched_first;
+
+static void note_work(struct work *work) {
+    struct work **link = &launched_first;
+    while (*link != NULL) {
+        link = &(*link)->launched_next;
+    }
+    *link = work;
+}
+
+static void forget_work(const struct work *work) {
+    struct work **link = &launched_first;
+    while (*link != work) {
+        link = &(*link)->launched_next;
+    }
+    *link = work->launched_next;
+}
+
+/* Whether a kernel of it stands behind one that runs, and goes on to, of a communicator that is not aborted. */
+static int stands_behind_others(const struct comm *comm) {
+    for (const struct work *work = launched_first; work != NULL; work = work->launched_next) {
+        for (const struct work *before = launched_first; work->comm == comm && before != work;
+             before = before->launched_next) {
+            if (before->stream == work->stream && before->comm != comm && before->has_begun &&
+                !atomic_load(&before->comm->is_aborted)) {
+                return 1;
+            }
+        }
+    }
+    return 0;
 }
 
 #endif
