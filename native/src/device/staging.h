@@ -55,10 +55,7 @@ static inline void *hr_staging_host(const struct hr_staging *staging, size_t ten
     return staging->block->data + staging->tensors[tensor].offset;
 }
 
-/*
- * Makes `stream` wait for the results, once they are ready: `bytes[i]` of tensor i go to its target. NULL: their copies
- * have been begun by another call. HORO_OK or as create.
- */
+/* Makes `stream` wait for results: bytes[i] of tensor i go to its target; NULL: another call has begun that. */
 int hr_staging_copy_back(struct hr_staging *staging, const size_t *bytes, void *stream, struct hr_error *error);
 
 /* For a call that uses it while the request may let go. */
