@@ -73,8 +73,10 @@ static int turn(struct hr_part *part) {
     HR_TRY(sent);
     const int flushed = hr_mail_flush(&pairs->mail);
     const int ended = has_ended ? hr_moves_end(pairs, 0) : HR_STILL;
-    part->is_quiet = pairs->offered.first == NULL && pairs->pulled.first == NULL && pairs->posted.first == NULL &&
-                     pairs->reading.first == NULL && pairs->pulling.first == NULL && pairs->mail.unsent == 0;
+    part->is_quiet = pairs->mail.unsent == 0;
+    for (int state = 0; state < HR_MOVE_STATES; state++) {
+        part->is_quiet &= pairs->moves_in[state].first == NULL;
+    }
     return took | read | sent | flushed | ended;
 }
 
@@ -268,7 +270,8 @@ hr_status hr_pairs_put_pending(const struct hr_pairs *pairs, struct hr_buffer *o
 }
 
 int hr_pairs_has_left(struct hr_pairs *pairs, int with_sends) {
-    const int sends = with_sends && (pairs->offered.first != NULL || pairs->pulled.first != NULL);
+    const int sends = with_sends && (pairs->moves_in[HR_MOVE_OFFERED].first != NULL ||
+                                   pairs->moves_in[HR_MOVE_PULLED].first != NULL);
     const int is_running = pairs->requests->drive->stage == HR_STAGE_RUNNING; /* else no leader passes anything on */
     return atomic_load(&pairs->is_open) &&
            (sends || (is_running ? hr_mail_is_left(&pairs->mail) : pairs->mail.unsent > 0));
@@ -277,7 +280,7 @@ int hr_pairs_has_left(struct hr_pairs *pairs, int with_sends) {
 /* ---- The beginning and the end ---- */
 
 void hr_pairs_init(struct hr_pairs *pairs, struct hr_requests *requests, int reads, struct hr_mail_carrier carrier) {
-    *pairs = (struct hr_pairs){.requests = requests, .reads = reads};
+    *pairs = (struct hr_pairs){.requests = requests, .reads = reads, .offers_tail = &pairs->offers};
     pairs->mail.node = requests->node;
     pairs->mail.carrier = carrier;
     if (carrier.carry != NULL) {

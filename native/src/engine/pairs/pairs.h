@@ -30,9 +30,8 @@ struct hr_pair {
 /* A send or receive; the luggage of its request. */
 struct hr_move_of_pair;
 
-/* In the order in which they came. */
-struct hr_pair_list {
-    struct hr_move_of_pair *first, *last;
+enum hr_move_state {
+    HR_MOVE_OFFERED, HR_MOVE_PULLED, HR_MOVE_POSTED, HR_MOVE_READING, HR_MOVE_PULLING, HR_MOVE_STATES
 };
 
 struct hr_offer;
@@ -48,8 +47,10 @@ struct hr_pairs {
     uint64_t last_send;
     int64_t reported_ns; /* the last report of those that do not move; 0: none */
     uint64_t moves, sent, received; /* the last two have ended */
-    struct hr_pair_list offered, pulled, posted, reading, pulling;
-    struct hr_offer *offers, *last_offer; /* that no receive was meant for yet */
+    struct {
+        struct hr_move_of_pair *first, *last;
+    } moves_in[HR_MOVE_STATES]; /* a list for each state, in the order in which they came there */
+    struct hr_offer *offers, **offers_tail; /* that no receive was meant for yet */
 };
 
 /*
