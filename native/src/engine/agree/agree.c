@@ -167,21 +167,18 @@ static struct hr_wire_text name_of(const struct hr_agree_entry *entry) {
 }
 
 static struct hr_wire_text failure_text_of(const struct hr_agree_entry *entry) {
-    return (struct hr_wire_text){entry->failure_text, strlen(entry->failure_text)};
+    return (struct hr_wire_text){entry->failure_text, entry->failure == 0 ? 0 : strlen(entry->failure_text)};
 }
 
-static int put_request(struct hr_agree *agree, struct hr_buffer *out, const struct hr_agree_entry *entry) {
+static int put_request(struct hr_buffer *out, const struct hr_agree_entry *entry, struct hr_wire_rows rows) {
     const struct hr_agree_copy *request = hr_agree_request(entry);
-    struct hr_wire_message message = {.type = HR_WIRE_REQUEST,
-                                      .rank = request->rank,
-                                      .status = entry->failure,
-                                      .request = {.bytes = request->bytes, .byte_count = request->count}};
-    if (entry->failure != 0) {
-        message.text = failure_text_of(entry);
-    } else {
-        HR_TRY(hr_agree_merge_rows(agree, entry, &message.rows));
-    }
-    return hr_frame_put(out, &message);
+    return hr_frame_put(out, &(struct hr_wire_message){
+                                 .type = HR_WIRE_REQUEST,
+                                 .rank = request->rank,
+                                 .status = entry->failure,
+                                 .text = failure_text_of(entry),
+                                 .rows = rows,
+                                 .request = {.bytes = request->bytes, .byte_count = request->count}});
 }
 
 static struct hr_agree_kind kind_of(const struct hr_agree_entry *entry) {
@@ -250,13 +247,13 @@ int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out) {
         }
         if (is_bare) {
             ids[id_count++] = entry->id;
-        } else if (entry->reported_full) {
-            HR_TRY(put_request(agree, out, entry));
-        } else {
-            struct hr_wire_message rows = {.type = HR_WIRE_ROWS, .id = entry->id};
-            HR_TRY(hr_agree_merge_rows(agree, entry, &rows.rows));
-            HR_TRY(hr_frame_put(out, &rows));
+            continue;
         }
+        struct hr_wire_rows rows = {0};
+        HR_TRY(entry->failure != 0 ? HORO_OK : hr_agree_merge_rows(agree, entry, &rows));
+        HR_TRY(entry->reported_full ? put_request(out, entry, rows)
+                                    : hr_frame_put(out, &(struct hr_wire_message){
+                                                            .type = HR_WIRE_ROWS, .id = entry->id, .rows = rows}));
     }
     return hr_frame_put_ids(out, ids, &id_count);
 }
@@ -316,12 +313,8 @@ static int is_known_by_id(const struct hr_agree_entry *entry) {
 static int describe_chosen(const struct hr_agree *agree, struct hr_buffer *out) {
     for (const struct hr_agree_entry *entry = agree->lists[HR_AGREE_CHOSEN].first;
          agree->absent.is_known && entry != NULL; entry = entry->next) {
-        const struct hr_agree_copy *request = hr_agree_request(entry);
         if (entry != agree->absent.entry && !is_known_by_id(entry)) {
-            HR_TRY(hr_frame_put(
-                out, &(struct hr_wire_message){.type = HR_WIRE_REQUEST,
-                                               .rank = request->rank,
-                                               .request = {.bytes = request->bytes, .byte_count = request->count}}));
+            HR_TRY(put_request(out, entry, (struct hr_wire_rows){0}));
         }
     }
     return HORO_OK;
@@ -406,12 +399,13 @@ void hr_agree_take_lone(struct hr_agree *agree) {
     }
 }
 
-static int apply_ref(struct hr_agree *agree, const struct hr_wire_ref *ref) {
+static int apply_ref(struct hr_agree *agree, const struct hr_wire_ref *ref, int fails) {
     struct hr_agree_entry *entry =
         ref->name.bytes == 0 ? hr_agree_find_id(agree, ref->id) : hr_agree_find(agree, ref->name);
     const int is_call = hr_wire_is_call(ref->name) || (entry != NULL && entry->state == HR_AGREE_SIGNED);
     entry = is_call ? hr_agree_call(agree, -1) : entry;
-    if (entry != NULL && entry->state == HR_AGREE_IDLE && ref->name.bytes == 0 && hr_agree_are_all_absent(agree)) {
+    if ((entry == NULL || entry->state == HR_AGREE_IDLE) && (fails || ref->name.bytes == 0) &&
+        hr_agree_are_all_absent(agree)) {
         return HORO_OK;
     }
     if (entry == NULL || entry->state != HR_AGREE_REPORTED) {
@@ -428,39 +422,22 @@ static int apply_ref(struct hr_agree *agree, const struct hr_wire_ref *ref) {
 }
 
 int hr_agree_apply(struct hr_agree *agree, const struct hr_wire_message *record) {
+    const uint8_t *cursor = record->items;
+    struct hr_wire_ref ref = {0};
     if (hr_agree_is_complete(agree)) {
         return HORO_ERR_INTERNAL; /* collect comes before apply: a complete entry must not lose its id unreported */
     }
-    if (record->type == HR_WIRE_FAIL) {
-        struct hr_agree_entry *entry =
-            hr_wire_is_call(record->name) ? hr_agree_call(agree, -1) : hr_agree_find(agree, record->name);
-        if ((entry == NULL || entry->state == HR_AGREE_IDLE) && hr_agree_are_all_absent(agree)) {
-            return HORO_OK;
-        }
-        if (entry == NULL || entry->state != HR_AGREE_REPORTED) {
-            return HORO_ERR_INTERNAL;
-        }
-        hr_agree_reset(agree, entry);
-        return HORO_OK;
+    switch (record->type) {
+    case HR_WIRE_FAIL: ref.name = record->name; return apply_ref(agree, &ref, 1);
+    case HR_WIRE_RESULT: ref.id = record->id; return apply_ref(agree, &ref, 0);
+    case HR_WIRE_REQUEST: return hr_agree_describe(agree, record);
+    case HR_WIRE_JOINED: return HORO_OK;
+    case HR_WIRE_BATCH: break;
+    default: return HORO_ERR_INTERNAL;
     }
-    if (record->type == HR_WIRE_REQUEST) {
-        return hr_agree_describe(agree, record);
-    }
-    if (record->type == HR_WIRE_JOINED) {
-        return HORO_OK;
-    }
-    if (record->type == HR_WIRE_RESULT) {
-        const struct hr_wire_ref ref = {.id = record->id};
-        return apply_ref(agree, &ref);
-    }
-    if (record->type != HR_WIRE_BATCH) {
-        return HORO_ERR_INTERNAL;
-    }
-    const uint8_t *cursor = record->items;
     for (uint32_t i = 0; i < record->count; i++) {
-        struct hr_wire_ref ref;
         hr_wire_next_ref(&cursor, &ref);
-        HR_TRY(apply_ref(agree, &ref));
+        HR_TRY(apply_ref(agree, &ref, 0));
     }
     return HORO_OK;
 }
