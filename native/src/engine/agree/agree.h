@@ -39,7 +39,6 @@
 struct hr_agree_config {
     int is_root;
     int member_count;
-    int local_count;                      /* the first members are local ranks, the others child hosts */
     const int *rank_of_member;            /* [member_count] the rank itself, or the leader of the child host */
     const int *ranks_of_member;           /* [member_count] how many it speaks for */
     const int *member_of_rank;            /* [rank_count] who speaks here for a rank; -1: nobody */

@@ -50,7 +50,7 @@ struct hr_leader {
     void *owner;
     int is_root;
     struct hr_agree agree;
-    int *member_ranks;
+    int *member_ranks;            /* [members] with the next two behind it */
     int *ranks_of_member;         /* [members] that each speaks for */
     int *member_of_rank;          /* [ranks of the job] see struct hr_agree_config */
     struct hr_buffer *request_in; /* [local_size] frames from local ranks */
@@ -126,5 +126,23 @@ hr_status hr_leader_take_mail(const struct hr_leader *leader, int member, const 
 int hr_leader_is_done(const struct hr_leader *world);
 /* ENDING: tells the neighbours of the end and sends what there is. 1: all is sent or cannot be; 0; a status. */
 int hr_leader_flush_links(struct hr_leader *leader);
+
+/* ---- Of control.c, for leader.c ---- */
+
+hr_status hr_leader_open_links(struct hr_leader *leader, struct hr_error *error);
+void hr_leader_close_links(struct hr_leader *leader);
+/* Takes in what a member announces. */
+int hr_leader_announce(struct hr_leader *leader, int member, const struct hr_wire_message *message, int64_t now_ns);
+/*
+ * Takes the tensor out of the agreement whose data all members have carried, if all that is complete (the root: ready)
+ * is that one, and appends a DATA or, at the root, a RESULT message. HORO_OK or a status.
+ */
+int hr_leader_put_carried(struct hr_leader *leader, struct hr_buffer *out, int *is_put);
+/* Agrees on, or reports, what all members have announced. HR_STILL, HR_MOVED or a status. */
+int hr_leader_report(struct hr_leader *leader);
+/* Records (framed) at the end of log_out from `mark` on also go to the child hosts. */
+int hr_leader_hand_down(struct hr_leader *leader, size_t mark);
+/* The next record for the log is LEAVE. */
+void hr_leader_close_log(struct hr_leader *leader);
 
 #endif
