@@ -11,7 +11,7 @@
 #include <string.h>
 
 #include "base/traits.h"
-#include "engine/requests/private.h"
+#include "engine/requests/requests.h"
 #include "node/end.h"
 
 void hr_requests_init(struct hr_requests *requests, struct hr_drive *drive) {

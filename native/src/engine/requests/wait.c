@@ -2,7 +2,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "engine/requests/private.h"
+#include "engine/requests/requests.h"
 
 /* ---- The threads that call ---- */
 
