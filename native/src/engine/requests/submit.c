@@ -187,16 +187,15 @@ int hr_requests_fail_all(struct hr_requests *requests) {
     }
     hr_drive_lock(requests->drive);
     struct hr_request *request = oldest_of_all(requests);
-    hr_drive_unlock(requests->drive);
     if (request == NULL) {
+        hr_drive_unlock(requests->drive);
         return 0;
     }
     char text[HORO_MESSAGE_MAX];
     const struct hr_abort end = hr_end_find(requests->node);
     hr_end_show(requests->node);
-    hr_drive_lock(requests->drive);
     hr_requests_describe_end(requests, end, NULL, text, sizeof text);
-    while ((request = oldest_of_all(requests)) != NULL) {
+    for (; request != NULL; request = oldest_of_all(requests)) {
         hr_requests_complete_locked(requests, request, end.code, text);
         /* The call behind it has gone into the queue, and may be the next one that is freed. */
         requests->queue_head = NULL;
