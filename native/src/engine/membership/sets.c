@@ -126,16 +126,6 @@ int hr_sets_remove(struct hr_engine *engine, int32_t team, int64_t *handle, stru
     return status;
 }
 
-int hr_membership_answer(struct hr_engine *engine, int64_t handle, int op) {
-    hr_drive_lock(&engine->drive);
-    const struct hr_request *request = hr_requests_find(&engine->requests, handle);
-    const int is_known = request != NULL && request->call.op == op && request->answer >= 0 &&
-                         atomic_load(&request->status) == HORO_OK;
-    const int answer = is_known ? request->answer : HORO_ERR_USAGE;
-    hr_drive_unlock(&engine->drive);
-    return answer;
-}
-
 /* ---- The driver's side ---- */
 
 /* After a change of lanes, with the lock held: whether other hosts need this rank. */

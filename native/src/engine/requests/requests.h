@@ -92,11 +92,12 @@ int hr_requests_fail_all(struct hr_requests *requests);
 
 /* With the lock held; NULL if there is none. */
 struct hr_request *hr_requests_find(const struct hr_requests *requests, int64_t handle);
-/* As horo_wait_any, horo_error, horo_take, horo_release and horo_callers. */
+/* As horo_wait_any, horo_error, horo_take_result, horo_answer, horo_release and horo_callers. */
 int hr_requests_wait_any(struct hr_requests *requests, const int64_t *handles, int32_t count, int32_t timeout_ms);
 hr_status hr_requests_error(struct hr_requests *requests, int64_t handle, char *text, size_t text_bytes);
 hr_status hr_requests_take(struct hr_requests *requests, int64_t handle, int32_t index, void **data, int64_t *bytes,
                            int64_t *first_dims);
+int hr_requests_answer(struct hr_requests *requests, int64_t handle);
 hr_status hr_requests_release(struct hr_requests *requests, int64_t handle);
 int32_t hr_requests_callers(struct hr_requests *requests, uint64_t *threads, int32_t capacity);
 /*

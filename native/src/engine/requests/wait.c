@@ -221,6 +221,15 @@ hr_status hr_requests_take(struct hr_requests *requests, int64_t handle, int32_t
     return status;
 }
 
+int hr_requests_answer(struct hr_requests *requests, int64_t handle) {
+    hr_drive_lock(requests->drive);
+    const struct hr_request *request = hr_requests_find(requests, handle);
+    const int has_ended_well = request != NULL && atomic_load(&request->status) == HORO_OK;
+    const int answer = has_ended_well && request->answer >= 0 ? request->answer : HORO_ERR_USAGE;
+    hr_drive_unlock(requests->drive);
+    return answer;
+}
+
 hr_status hr_requests_release(struct hr_requests *requests, int64_t handle) {
     hr_drive_lock(requests->drive);
     struct hr_request *request = hr_requests_find(requests, handle);
