@@ -181,33 +181,24 @@ static int put_request(struct hr_buffer *out, const struct hr_agree_entry *entry
                                  .request = {.bytes = request->bytes, .byte_count = request->count}});
 }
 
-static struct hr_agree_kind kind_of(const struct hr_agree_entry *entry) {
+static void decode(struct hr_agree_entry *entry) {
     const struct hr_agree_copy *copy = hr_agree_request(entry);
-    struct hr_wire_request request = {0};
-    (void)hr_wire_decode_request(copy->bytes, copy->count, &request); /* it was decoded when it came */
-    struct hr_agree_kind kind = {
-        .op = request.op,
-        .reduce_op = request.reduce_op,
-        .root_rank = request.root_rank,
-        .dtypes = HR_AGREE_NO_DTYPE,
-        .prescale = request.prescale,
-        .postscale = request.postscale,
-        .transient = request.transient,
-        .on_gpu = request.on_gpu,
-    };
-    const uint8_t *cursor = request.tensors;
-    for (uint32_t i = 0; i < request.tensor_count; i++) {
+    (void)hr_wire_decode_request(copy->bytes, copy->count, &entry->decoded); /* it was decoded when it came */
+    const uint8_t *cursor = entry->decoded.tensors;
+    entry->dtypes = HR_AGREE_NO_DTYPE;
+    entry->bytes = 0;
+    for (uint32_t i = 0; i < entry->decoded.tensor_count; i++) {
         struct hr_wire_tensor tensor;
         hr_wire_next_tensor(&cursor, &tensor);
         int64_t bytes = 0;
-        (void)hr_wire_tensor_bytes(request.op, tensor.shape, tensor.ndim, tensor.dtype, &bytes);
-        if (__builtin_add_overflow(kind.bytes, (uint64_t)bytes, &kind.bytes)) {
-            kind.bytes = UINT64_MAX; /* as large as can be: it shares a batch with nothing */
+        (void)hr_wire_tensor_bytes(entry->decoded.op, tensor.shape, tensor.ndim, tensor.dtype, &bytes);
+        if (__builtin_add_overflow(entry->bytes, (uint64_t)bytes, &entry->bytes)) {
+            entry->bytes = UINT64_MAX; /* as large as can be: it shares a batch with nothing */
         }
         const int dtypes = tensor.dtype + HORO_ANY_DTYPE_COUNT * tensor.wire_dtype;
-        kind.dtypes = kind.dtypes == HR_AGREE_NO_DTYPE || kind.dtypes == dtypes ? dtypes : HR_AGREE_MIXED_DTYPES;
+        entry->dtypes =
+            entry->dtypes == HR_AGREE_NO_DTYPE || entry->dtypes == dtypes ? dtypes : HR_AGREE_MIXED_DTYPES;
     }
-    return kind;
 }
 
 static int put_failure(struct hr_agree *agree, struct hr_agree_entry *entry, struct hr_buffer *out) {
@@ -223,8 +214,13 @@ static int collect_at_root(struct hr_agree *agree, struct hr_agree_entry *entry,
     if (entry->failure != 0 && !entry->is_call) {
         return put_failure(agree, entry, out);
     }
-    entry->kind = entry->failure != 0 ? (struct hr_agree_kind){.op = -1} : kind_of(entry); /* a call fails in order */
-    agree->ready_bytes += entry->kind.bytes;
+    if (entry->failure == 0) {
+        decode(entry);
+    } else { /* calls fail in order */
+        entry->decoded.op = -1;
+        entry->bytes = 0;
+    }
+    agree->ready_bytes += entry->bytes;
     hr_agree_move(agree, entry, HR_AGREE_READY);
     return HORO_OK;
 }
@@ -258,14 +254,16 @@ int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out) {
     return hr_frame_put_ids(out, ids, &id_count);
 }
 
-static int may_share(const struct hr_agree_kind *a, const struct hr_agree_kind *b) {
+static int may_share(const struct hr_agree_entry *one, const struct hr_agree_entry *other) {
+    const struct hr_wire_request *a = &one->decoded;
+    const struct hr_wire_request *b = &other->decoded;
     if (a->op != b->op || a->on_gpu != b->on_gpu || a->root_rank != b->root_rank) {
         return 0;
     }
     if (a->op == HORO_BROADCAST) {
         return 1; /* moved as bytes */
     }
-    return hr_op_is(a->op, HR_OP_REDUCTION) && a->dtypes >= 0 && a->dtypes == b->dtypes &&
+    return hr_op_is(a->op, HR_OP_REDUCTION) && one->dtypes >= 0 && one->dtypes == other->dtypes &&
            a->reduce_op == b->reduce_op && a->prescale == b->prescale && a->postscale == b->postscale;
 }
 
@@ -277,7 +275,7 @@ static int may_share(const struct hr_agree_kind *a, const struct hr_agree_kind *
 static uint32_t choose_batch(struct hr_agree *agree) {
     const uint64_t most = agree->config.fusion_bytes;
     struct hr_agree_entry *entry = agree->lists[HR_AGREE_READY].first;
-    const struct hr_agree_kind *first = &entry->kind;
+    const struct hr_agree_entry *first = entry;
     struct hr_agree_entry *next = may_share(first, first) ? entry->next : NULL;
     uint64_t bytes = first->bytes;
     uint32_t count = 1;
@@ -287,17 +285,16 @@ static uint32_t choose_batch(struct hr_agree *agree) {
     while (next != NULL && misfits < MISFITS_MAX && count < BATCH_MAX) {
         entry = next;
         next = entry->next;
-        const struct hr_agree_kind *kind = &entry->kind;
-        if (!may_share(first, kind) || (entry->is_call && calls_wait)) {
+        if (!may_share(first, entry) || (entry->is_call && calls_wait)) {
             calls_wait |= entry->is_call;
             continue;
         }
-        if (kind->bytes > most || bytes > most - kind->bytes) {
+        if (entry->bytes > most || bytes > most - entry->bytes) {
             calls_wait |= entry->is_call;
             misfits++;
             continue;
         }
-        bytes += kind->bytes;
+        bytes += entry->bytes;
         count++;
         hr_agree_move(agree, entry, HR_AGREE_CHOSEN);
     }
@@ -334,12 +331,12 @@ static int put_entry(struct hr_agree *agree, struct hr_agree_entry *entry, struc
         const struct hr_agree_copy *request = hr_agree_request(entry);
         const uint32_t hash = (uint32_t)hr_hash((const char *)request->bytes, request->count);
         uint32_t *seen = &agree->forms_seen[hash % HR_AGREE_FORMS_SEEN];
-        id = *seen == hash && agree->config.capacity > 0 && !entry->kind.transient ? hr_agree_pick_id(agree) : 0;
+        id = *seen == hash && agree->config.capacity > 0 && !entry->decoded.transient ? hr_agree_pick_id(agree) : 0;
         *seen = hash;
         HR_TRY(id != 0 ? hr_agree_sign(agree, entry, id) : HORO_OK);
         return hr_wire_put_ref(out, id, name_of(entry));
     }
-    if (agree->config.capacity > 0 && !entry->kind.transient) {
+    if (agree->config.capacity > 0 && !entry->decoded.transient) {
         id = entry->id != 0 ? entry->id : hr_agree_pick_id(agree);
     }
     if (id != 0) {
@@ -391,7 +388,7 @@ uint32_t hr_agree_lone(const struct hr_agree *agree) {
 void hr_agree_take_lone(struct hr_agree *agree) {
     struct hr_agree_entry *entry = agree->lists[last_state(agree)].first;
     if (agree->config.is_root) {
-        agree->ready_bytes -= entry->kind.bytes;
+        agree->ready_bytes -= entry->bytes;
         hr_agree_reset(agree, entry);
     } else {
         hr_agree_move(agree, entry, HR_AGREE_REPORTED);
