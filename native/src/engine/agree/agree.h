@@ -84,7 +84,7 @@ struct hr_agree {
     struct hr_agree_absent absent;
     struct hr_map entries;            /* by name */
     struct hr_pool pool;              /* of the entries, and of what they keep from round to round */
-    struct hr_agree_entry **slots;    /* [capacity] by id % capacity */
+    struct hr_agree_entry **slots;    /* by id % capacity */
     struct hr_agree_list lists[HR_AGREE_STATES]; /* every entry is in that of its state, the one longest in it first */
     uint64_t ready_bytes;
     uint32_t active;                  /* entries that somebody waits for this round */
