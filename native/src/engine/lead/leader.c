@@ -43,7 +43,7 @@ static int init_agreement(struct hr_leader *leader, uint64_t fusion_bytes) {
             leader->ranks_of_member[i] = 1;
             leader->member_of_rank[leader->member_ranks[i]] = i;
         } else {
-            const struct hr_link *link = &leader->links[leader->has_parent + i - team->local_size];
+            const struct hr_link *link = hr_leader_link_of(leader, i);
             leader->member_ranks[i] = link->leader_rank;
             leader->ranks_of_member[i] = ranks_below(leader, link->host, i);
         }

@@ -11,7 +11,6 @@
 #include "engine/agree/agree.h"
 #include "engine/announce/announcer.h"
 #include "engine/drive/drive.h"
-#include "engine/pairs/mail.h"
 #include "engine/round/round.h"
 
 /* Sanitizers and the stress program take every turn that would be spared, and end the process if one moves. */
@@ -109,16 +108,16 @@ static inline struct hr_buffer *hr_leader_up(struct hr_leader *leader) {
     leader->has_news = 1;
     return leader->is_root ? &leader->at_once : &leader->links[0].out;
 }
+/* The link of a member; -1 is the parent; NULL: it is of this host. */
+static inline struct hr_link *hr_leader_link_of(const struct hr_leader *leader, int member) {
+    const int is_local = member >= 0 && member < leader->team->local_size;
+    const int index = member < 0 ? 0 : leader->has_parent + member - leader->team->local_size;
+    return is_local ? NULL : &leader->links[index];
+}
 /* Moves what the links have, as of now_ns. HR_STILL, HR_MOVED or a status. */
 int hr_leader_progress_links(struct hr_leader *leader, int64_t now_ns);
 /* Whether something for another leader has not been handed to the system yet. */
 int hr_leader_sends_left(const struct hr_leader *leader);
-
-/* The way to ranks of other hosts. */
-struct hr_mail_carrier hr_leader_carrier(struct hr_leader *leader);
-/* A message that a link has brought on such a way. HORO_OK, or HORO_ERR_INTERNAL: no correct leader sends it here. */
-hr_status hr_leader_take_mail(const struct hr_leader *leader, int member, const struct hr_wire_message *wire,
-                              struct hr_mail_message *message);
 
 /* ---- The end ---- */
 

@@ -153,7 +153,7 @@ int hr_join_execute(void *owner, const struct hr_wire_message *record) {
 int hr_join_handle(void *owner, int member, const struct hr_wire_message *message, int64_t now_ns) {
     struct hr_lane *lane = owner;
     struct hr_leader *leader = &lane->leader;
-    const int below = leader->team->local_size - leader->has_parent; /* the member of a link, less its index */
+    struct hr_link *link = hr_leader_link_of(leader, member);
     uint64_t at = message->at; /* a time of this host's: when the rank called, or when the message of another came */
     if (member == 0 && leader->link_count > 0) {
         /* a leader that joins after others has heard of those: it reads what its links have for it first */
@@ -161,8 +161,7 @@ int hr_join_handle(void *owner, int member, const struct hr_wire_message *messag
         const int heard = hr_leader_progress_links(leader, (int64_t)message->at - 1);
         HR_TRY(heard);
     }
-    if (member >= leader->team->local_size) {
-        struct hr_link *link = &leader->links[member - below];
+    if (link != NULL) {
         const int is_later = message->at > link->told_at;
         link->told_at = is_later ? message->at : link->told_at;
         at = is_later ? (uint64_t)now_ns : 0;

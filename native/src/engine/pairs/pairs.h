@@ -53,12 +53,10 @@ struct hr_pairs {
     struct hr_offer *offers, **offers_tail; /* that no receive was meant for yet */
 };
 
-/*
- * `carrier`: of a leader in a job on several hosts, who passes on what others send; else NULLs. Before anything drives.
- */
-void hr_pairs_init(struct hr_pairs *pairs, struct hr_requests *requests, int reads, struct hr_mail_carrier carrier);
-/* A leader, whose links have brought a message for a rank of this host, or for another host. HORO_OK or a status. */
-hr_status hr_pairs_take_in(struct hr_pairs *pairs, const struct hr_mail_message *message, const void *data);
+/* Before anything drives. `leader`: this rank, where it passes on what others send between hosts; else NULL. */
+void hr_pairs_init(struct hr_pairs *pairs, struct hr_requests *requests, int reads, struct hr_leader *leader);
+/* The leader, whose links have brought a MAIL message. HORO_OK or a status. */
+hr_status hr_pairs_take_in(struct hr_pairs *pairs, int member, const struct hr_wire_message *wire);
 /* As horo_send and horo_receive: op, tensor, flags and timeout_ms of `call` count. */
 hr_status hr_pairs_submit(struct hr_pairs *pairs, const horo_request *call, struct hr_pair pair, int64_t *handle,
                           struct hr_error *error);

@@ -44,12 +44,6 @@ static void find_missing(const struct hr_lane *lane, const uint64_t *announced, 
     }
 }
 
-/* The link that a message of a member has come by; NULL: it is of this host. */
-static struct hr_link *link_of(const struct hr_lane *lane, int member) {
-    const int child = lane->leader.has_parent + member - lane->team->local_size;
-    return member < 0 ? &lane->leader.links[0] : member == 0 ? NULL : &lane->leader.links[child];
-}
-
 /* A message that the leaders behind a link, NULL: none, wait for that rank now. HORO_OK or a status. */
 static int tell_asked(struct hr_lane *lane, struct hr_link *link, int rank) {
     lane->leader.has_news = 1;
@@ -63,7 +57,7 @@ static int tell_asked(struct hr_lane *lane, struct hr_link *link, int rank) {
 static int pass(struct hr_lane *lane, struct hr_link *link, int member, const struct hr_wire_message *message) {
     atomic_store(&lane->node->arena.header->asked_rank, 1 + link->leader_rank); /* partner: give_up */
     HR_TRY(hr_frame_pass(&link->out, message));
-    return tell_asked(lane, link_of(lane, member), link->leader_rank);
+    return tell_asked(lane, hr_leader_link_of(&lane->leader, member), link->leader_rank);
 }
 
 /* A leader that was asked has passed that on, to `rank`: all who ask through this one wait for that rank now. */
@@ -75,7 +69,7 @@ static int note_asked(struct hr_lane *lane, int member, int rank) {
     atomic_store(asked, 1 + rank);
     for (int i = 0; i < lane->leader.link_count; i++) {
         struct hr_link *link = &lane->leader.links[i];
-        HR_TRY(link == link_of(lane, member) ? HORO_OK : tell_asked(lane, link, rank));
+        HR_TRY(link == hr_leader_link_of(&lane->leader, member) ? HORO_OK : tell_asked(lane, link, rank));
     }
     return HORO_OK;
 }
