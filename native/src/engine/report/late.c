@@ -108,7 +108,6 @@ int hr_late_handle(void *owner, int member, const struct hr_wire_message *messag
 struct late {
     struct hr_lane *lane;
     int64_t handle;
-    uint32_t roll_call; /* of this rank, about this request; one that has answered a later one is there, too */
     char name[HORO_NAME_MAX + 1];
     char text[HORO_MESSAGE_MAX];
 };
@@ -150,7 +149,8 @@ static int ask(const struct late *late, int64_t until_ns) {
 }
 
 /* The ranks of this host that others wait for, and that have not answered the roll call: they are stopped. */
-static void find_silent(const struct hr_lane *lane, uint32_t roll_call, struct hr_rank_list *who) {
+static void find_silent(const struct hr_lane *lane, struct hr_rank_list *who) {
+    const uint32_t roll_call = lane->engine->late.roll_call; /* one that has answered a later one is there, too */
     const struct hr_team *team = lane->team;
     const struct hr_arena *arena = &lane->node->arena;
     const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;
@@ -170,7 +170,7 @@ static int give_up(const struct late *late, int is_last) {
     const struct hr_lane *lane = late->lane;
     const struct hr_wire_text text = text_of(late->text);
     struct hr_rank_list who = {0};
-    find_silent(lane, late->roll_call, &who);
+    find_silent(lane, &who);
     if (who.count == 0 && !is_last) {
         return 0;
     }
@@ -235,7 +235,6 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
             hr_log(&engine->node->log, HORO_LOG_WARNING, "no memory to ask which ranks have not called %s", late.text);
         }
     }
-    late.roll_call = asked->roll_call;
     const int64_t look_ns = asked->asked_ns + GRACE_MS * 1000000ll;
     const int is_last = now_ns >= asked->asked_ns + grace_ns;
     if (now_ns >= look_ns && give_up(&late, is_last)) {
