@@ -21,7 +21,7 @@ int hr_sets_remove(struct hr_engine *engine, int32_t team, int64_t *handle, stru
 /* The lane of the process set that a request adds; NULL: there is none, or it has been taken over. */
 const struct hr_lane *hr_sets_lane_of(const struct hr_request *request);
 /* The executor of the world: the batch of a change of teams or of a join, see struct hr_executor_ops. */
-int hr_membership_change(void *lane, struct hr_request *request, int64_t row, struct hr_error *error);
+int hr_membership_change(void *lane, struct hr_request *request, struct hr_error *error);
 
 /* ---- leave.c ---- */
 

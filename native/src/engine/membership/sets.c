@@ -198,15 +198,14 @@ static void remove_team(struct hr_engine *engine, int team) {
     }
 }
 
-int hr_membership_change(void *owner, struct hr_request *request, int64_t row, struct hr_error *error) {
+int hr_membership_change(void *owner, struct hr_request *request, struct hr_error *error) {
     struct hr_engine *engine = ((struct hr_lane *)owner)->engine;
     struct hr_wire_request decoded;
     HR_TRY(hr_wire_decode_request(request->bytes, request->byte_count, &decoded));
     if (hr_op_is(request->call.op, HR_OP_LAST)) { /* the record says who joined last */
-        request->answer = (int)row;
-        return row >= 0 && row < engine->node->size ? HR_DONE : HORO_ERR_INTERNAL;
+        return request->answer >= 0 && request->answer < engine->node->size ? HR_DONE : HORO_ERR_INTERNAL;
     }
-    if (row >= 0) {
+    if (request->answer >= 0) {
         return HORO_ERR_INTERNAL;
     }
     if (request->call.op == HORO_ADD_TEAM) {
