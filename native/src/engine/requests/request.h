@@ -81,7 +81,7 @@ struct hr_request {
     int misfit;                   /* 1 + the first tensor whose output is not as long as its result; 0: there is none */
     int answer; /* once done: see horo_answer; -1: none */
     int team_size, team_rank; /* of its own team, and of this rank there */
-    int is_returned;          /* under the lock: results are on their way to the GPU */
+    int is_returned;          /* under the lock of stagings: results are on their way to the GPU */
 };
 
 /*

@@ -92,6 +92,9 @@ int hr_requests_fail_all(struct hr_requests *requests);
 
 /* With the lock held; NULL if there is none. */
 struct hr_request *hr_requests_find(const struct hr_requests *requests, int64_t handle);
+/* A call works on a request, which stays until it is let go, whoever releases the handle; NULL: there is none. */
+struct hr_request *hr_requests_hold(struct hr_requests *requests, int64_t handle);
+void hr_requests_let_go(struct hr_requests *requests, struct hr_request *request);
 /* As horo_wait_any, horo_error, horo_take_result, horo_answer, horo_release and horo_callers. */
 int hr_requests_wait_any(struct hr_requests *requests, const int64_t *handles, int32_t count, int32_t timeout_ms);
 hr_status hr_requests_error(struct hr_requests *requests, int64_t handle, char *text, size_t text_bytes);
