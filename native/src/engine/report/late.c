@@ -35,15 +35,6 @@ static int is_missing(const struct hr_lane *lane, const uint64_t *announced, int
            (announced == NULL || !hr_agree_has(announced, member));
 }
 
-/* The members on this host that have not announced it. */
-static void find_missing(const struct hr_lane *lane, const uint64_t *announced, struct hr_rank_list *who) {
-    for (int member = 0; member < lane->team->local_size; member++) {
-        if (is_missing(lane, announced, member)) {
-            hr_rank_list_add(who, lane->leader.member_ranks[member]);
-        }
-    }
-}
-
 /* A message that the leaders behind a link, NULL: none, wait for that rank now. HORO_OK or a status. */
 static int tell_asked(struct hr_lane *lane, struct hr_link *link, int rank) {
     lane->leader.has_news = 1;
@@ -90,7 +81,11 @@ int hr_late_handle(void *owner, int member, const struct hr_wire_message *messag
         return lane->is_root || member < 0 ? HORO_OK : pass(lane, &leader->links[0], member, message);
     }
     struct hr_rank_list who = {0};
-    find_missing(lane, announced, &who);
+    for (int local = 0; local < lane->team->local_size; local++) {
+        if (is_missing(lane, announced, local)) {
+            hr_rank_list_add(&who, leader->member_ranks[local]);
+        }
+    }
     if (who.count > 0) {
         end_group(lane, &who, "has", "have", "not called", message->text);
         return HORO_OK;
