@@ -80,9 +80,6 @@ static void describe(struct hr_recorder *recorder, const struct hr_request *requ
 
 void hr_requests_note_batch(const struct hr_requests *requests, struct hr_request *const *batch, size_t count,
                             uint64_t bytes) {
-    if (count == 0) {
-        return;
-    }
     struct hr_recorder *recorder = &requests->node->recorder;
     const uint64_t ticks = hr_ticks(); /* one look at the counter for all */
     note_all(recorder, HORO_EVENT_AGREED, batch, count, HORO_OK, ticks);
