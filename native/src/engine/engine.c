@@ -194,8 +194,7 @@ static hr_status init_parts(struct hr_engine *engine, struct hr_team *world, str
     if (engine->node->stall_warning_ns <= 0) { /* it never looks: its silence means nothing to ranks that do */
         atomic_store(&engine->node->arena.blocks[engine->node->local_rank].alive_until_ns, INT64_MAX);
     }
-    engine->requests.places[0] = (struct hr_place){.is_used = 1, .port = &engine->lanes[0]->port};
-    engine->teams[0].has_local = 1;
+    engine->requests.places[0] = (struct hr_place){.is_used = 1, .port = &engine->lanes[0]->port, .has_local = 1};
     engine->lane_count = 1;
     HR_TRY(init_tuning(engine, setup, error));
     return hr_drive_start(&engine->drive, error);

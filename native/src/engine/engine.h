@@ -89,12 +89,6 @@ struct hr_late {
     uint32_t roll_call; /* which the ranks of this host answer meanwhile */
 };
 
-/* The knowledge of a rank of the members of each team, also of those that it is no member of. */
-struct hr_team_place {
-    int has_local;      /* there are members on this host */
-    uint32_t cleanings; /* of its partition that all removals executed here come to, see hr_partition_leave */
-};
-
 /* The values that operations run with where they may change; see engine.c. */
 struct hr_tuned {
     int is_on; /* else the lanes keep what they were made with */
@@ -114,7 +108,6 @@ struct hr_engine {
     struct hr_leaving leaving;
     struct hr_late late;
     struct hr_part submissions, gpu, stall, deadlock; /* besides those of the lanes */
-    struct hr_team_place teams[HR_TEAMS_MAX]; /* by number; 0 is the world */
     /* [lane_count] this rank's, that of all ranks first; written by the driver with the lock held */
     struct hr_lane *lanes[HR_TEAMS_MAX];
     int lane_count;

@@ -142,7 +142,7 @@ static int add(struct hr_engine *engine, struct hr_request *request, int team, i
     struct hr_lane *lane = request->cargo.data;
     struct hr_error error = {0};
     /* partner: hr_partition_leave */
-    if (has_local && atomic_load(&engine->node->arena.header->cleanings[team]) != engine->teams[team].cleanings) {
+    if (has_local && atomic_load(&engine->node->arena.header->cleanings[team]) != place->cleanings) {
         return HR_STILL;
     }
     const uint64_t *values = engine->tuned.is_on ? engine->tuned.settled : NULL;
@@ -156,8 +156,8 @@ static int add(struct hr_engine *engine, struct hr_request *request, int team, i
     hr_drive_lock(&engine->drive);
     request->cargo.data = NULL;
     request->answer = place->id;
-    engine->teams[team].has_local = has_local;
     place->is_used = 1;
+    place->has_local = has_local;
     place->port = lane == NULL ? NULL : &lane->port;
     if (lane != NULL) {
         engine->lanes[engine->lane_count++] = lane;
@@ -172,7 +172,7 @@ static void remove_team(struct hr_engine *engine, int team) {
     struct hr_place *place = &engine->requests.places[team];
     struct hr_lane *lane = place->port == NULL ? NULL : place->port->lane;
     hr_drive_lock(&engine->drive);
-    engine->teams[team].cleanings += engine->teams[team].has_local != 0;
+    place->cleanings += place->has_local != 0;
     place->is_used = 0;
     place->id = place->id <= INT32_MAX - HORO_TEAM_ID_STEP ? place->id + HORO_TEAM_ID_STEP : -1;
     place->port = NULL;

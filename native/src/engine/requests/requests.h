@@ -24,7 +24,9 @@ struct hr_callers {
 struct hr_place {
     int is_used;
     int32_t id;           /* of the process set, or of the next one; negative: the number has no more ids */
-    struct hr_port *port; /* NULL: this rank is no member. Written by the driver with the lock held */
+    struct hr_port *port; /* NULL: this rank is no member. Written by the driver with the lock held, as what follows */
+    int has_local;        /* there are members on this host */
+    uint32_t cleanings;   /* of its partition that all removals executed here come to, see hr_partition_leave */
 };
 
 /* Under the lock, but for atomics. */
