@@ -1,11 +1,8 @@
 /*
- * Joining: what a rank does that has nothing more to submit to a team. The agreement counts it in for the others
- * (agree/join.c), and it takes part in what they do by stand-ins: requests of its own, made of the bytes that they have
- * agreed on, with values that change no result. These are zeros, and for min, max and product what leaves the others'
- * values as they are. An average is over all ranks. An allgather has no rows of it; of a broadcast it drops what comes.
- * What no rank can do for another fails on all that have submitted it, with HORO_ERR_MISMATCH: a broadcast from a rank
- * that has joined, reducescatter, alltoall, changes of teams, and min, max and product with a prescale. What a rank has
- * submitted before it joined goes on.
+ * Joining (docs/adr/0037-a-joined-rank-stands-in.md): what a rank does that has nothing more to submit to a team. The
+ * agreement counts it in for the others, or refuses what no rank can do for another (agree/join.c). It takes part by
+ * stand-ins: requests of its own, made of the bytes that they have agreed on, with values that change no result, which
+ * is dropped here. What a rank has submitted before it joined goes on.
  *
  *     the rank          JOINED to its leader, and so to the root, which from then on writes down in full what has no
  *                       id, and evicts no id
