@@ -106,39 +106,33 @@ static struct hr_staging *staging_of(const struct hr_request *request) {
     return request->cargo.hooks == &staged_hooks ? request->cargo.data : NULL;
 }
 
-/* Begins to copy the values to the host, where the request has them then. */
-static int stage(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
+/* Begins to copy the values to the host, where the request has them then. HORO_OK, or a status with its reason. */
+static int stage(struct hr_engine *engine, struct hr_request *request, struct hr_error *reason) {
     const horo_request *call = &request->call;
     struct hr_stager *stager = atomic_load(&engine->stager);
     if (call->op == HORO_BARRIER) {
-        return hr_fail(error, HORO_ERR_USAGE, "barrier '%s' has no tensor, so no device", call->name);
+        return hr_fail(reason, HORO_ERR_USAGE, "it has no tensor, so no device");
     }
     if ((call->flags & HORO_SUBMIT_INTO) != 0) {
-        return hr_fail(error, HORO_ERR_UNSUPPORTED,
-                       "%s '%s': results cannot go into outputs on a GPU; take them from the host",
-                       hr_op_name(call->op), call->name);
+        return hr_fail(reason, HORO_ERR_UNSUPPORTED,
+                       "results cannot go into outputs on a GPU; take them from the host");
     }
     if (hr_op_is(call->op, HR_OP_ROOTED) && call->op != HORO_BROADCAST) {
-        return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': not offered for tensors on a GPU; copy them to the host",
-                       hr_op_name(call->op), call->name);
+        return hr_fail(reason, HORO_ERR_UNSUPPORTED, "not offered for tensors on a GPU; copy them to the host");
     }
     if (stager == NULL) {
-        return hr_fail(error, HORO_ERR_USAGE, "%s '%s': a tensor on a GPU, and horo_use_cuda has not been called",
-                       hr_op_name(call->op), call->name);
+        return hr_fail(reason, HORO_ERR_USAGE, "a tensor on a GPU, and horo_use_cuda has not been called");
     }
     struct hr_staged_tensor *staged = calloc((size_t)call->tensor_count, sizeof *staged);
     if (staged == NULL) {
-        return hr_fail(error, HORO_ERR_RESOURCE, "%s '%s': out of memory", hr_op_name(call->op), call->name);
+        return hr_fail(reason, HORO_ERR_RESOURCE, "out of memory");
     }
     describe(engine, request, staged);
-    struct hr_error reason = {0};
     struct hr_staging *staging = NULL;
     const int status = hr_staging_create(stager, call->device - 1, (void *)(uintptr_t)call->stream, staged,
-                                         (size_t)call->tensor_count, &staging, &reason);
+                                         (size_t)call->tensor_count, &staging, reason);
     free(staged);
-    if (status != HORO_OK) {
-        return hr_fail(error, status, "%s '%s': %s", hr_op_name(call->op), call->name, reason.text);
-    }
+    HR_TRY(status);
     request->cargo = (struct hr_cargo){&staged_hooks, engine, staging};
     request->state = HR_REQUEST_STAGING;
     horo_tensor *tensors = (horo_tensor *)(void *)(request + 1); /* those of its call, see submit.c */
@@ -158,11 +152,12 @@ hr_status hr_gpu_submit(struct hr_engine *engine, const horo_request *call, int6
     hr_status status = hr_requests_check(&engine->requests, request, error);
     const int stays = status == HORO_OK && atomic_load(&request->port->lane->on_gpu) != NULL;
     hr_drive_unlock(&engine->drive);
-    if (stays) {
-        status = hr_gpu_place(engine, request, error);
-    }
-    if (status == HORO_OK && request->cargo.data == NULL) {
-        status = stage(engine, request, error);
+    if (status == HORO_OK) {
+        status = stays ? hr_gpu_place(engine, request, &failure) : HORO_OK;
+        status = status == HORO_OK && request->cargo.data == NULL ? stage(engine, request, &failure) : status;
+        if (status != HORO_OK) {
+            (void)hr_fail(error, status, "%s '%s': %s", hr_op_name(call->op), request->call.name, failure.text);
+        }
     }
     if (status != HORO_OK) {
         hr_request_destroy(request);
