@@ -120,8 +120,9 @@ RECIPES = {
     "transformer-tiny": Recipe(lambda: Transformer(20, 8, 1), tokens(5, 20), 20, 2),
     "recommender-tiny": Recipe(lambda: Recommender(50, 8, 20), tokens(5, 50), 20, 2),
 }
-"""The ``recommender`` has nine tenths of its elements in one parameter. ``mlp-8`` to ``transformer-2`` have little to compute, so that their exchange counts. ``resnet50-128`` and
-``transformer-large`` are for GPUs. The tiny ones are for tests: the same code in a moment."""
+"""The ``recommender`` has nearly all its elements in one parameter. ``mlp-8`` to ``transformer-2`` have little to
+compute, so that their exchange counts. ``resnet50-128`` and ``transformer-large`` are for GPUs. The tiny ones are for
+tests: the same code in a moment."""
 
 
 def check_known(parser: argparse.ArgumentParser, option: str, names: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from skips import no_compiler
 
 _SOURCES = Path(__file__).resolve().parent / "native" / "doubles"
-_CORE = Path(__file__).resolve().parent.parent / "native" / "src"  # the kernels, which a double runs on the host
+_CORE = Path(__file__).resolve().parent.parent / "native"  # whose 16-bit floats are those of the doubles
 CUDA, NCCL = "libcuda.so.1", "libnccl.so.2"
 _ROOM = 512
 """Bytes for each text in a double."""
@@ -49,8 +49,7 @@ def _compile(library: str, defines: tuple[tuple[str, int | str], ...]) -> bytes:
         pytest.skip(reason)
     source = _SOURCES / f"{library.removeprefix('lib').split('.')[0]}.c"
     words = [os.environ.get("CC", "cc"), "-std=gnu11", "-shared", "-fPIC", "-pthread", "-O1", "-g", "-Wall", "-Werror"]
-    words += ["-ffp-contract=off"]  # as the kernels are compiled for a GPU
-    words += [f"-I{_CORE}", *(f"-D{name}={value}" for name, value in defines)]
+    words += [f"-I{_CORE}/src", f"-I{_CORE}/include", *(f"-D{name}={value}" for name, value in defines)]
     words += [f"-Wl,-soname,{_place_of('SONAME')}", str(source)]
     # One process of the run compiles it for all; the folder is the run's own.
     made = Path(os.environ["TMPDIR"], f"double-{hashlib.sha256(repr(words).encode()).hexdigest()}")

@@ -84,6 +84,11 @@ def parent_of(pid: int) -> int:
     return 0
 
 
+def state_of(pid: int) -> str:
+    """What ps shows of it: S sleeps, T is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def kill_all(pids: Iterable[int], number: signal.Signals = signal.SIGKILL) -> None:
     """Sends all a signal, those also that end because another one has got it."""
     for pid in list(pids):
@@ -108,6 +113,10 @@ class Launched:
     def processes(self, word: str = "") -> list[int]:
         """Those of its processes whose command line has the word."""
         return [pid for pid, command in marked_processes(self.mark).items() if word in command]
+
+    def agents(self) -> list[int]:
+        """Those that it has started itself."""
+        return [pid for pid in self.processes("horo.runner.agent") if parent_of(pid) == self.process.pid]
 
     def nothing_is_left(self) -> None:
         """Waits until no process that carries the mark exists."""
@@ -195,3 +204,9 @@ class Flags:
 
     def read(self, name: str) -> str:
         return (self.folder / name).read_text()
+
+
+def shell(script: str, flags: Flags | None = None) -> list[str]:
+    """A rank that runs ``script`` in sh; ``flag NAME`` in it makes the file NAME.<rank>."""
+    folder = flags.folder if flags is not None else "/nonexistent"
+    return ["--", "sh", "-c", f'flag() {{ : > "{folder}/$1.$HOROVOD_RANK"; }}\n{script}']

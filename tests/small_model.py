@@ -1,13 +1,16 @@
 """A small model, its loss on each rank, and what averaging its gradients must give."""
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import horo.torch as hvd
 from horo.torch.optimizer import Distributed
+from horo.torch.optimizer.sharding import owners
 
 needs_cpu_scaler = pytest.mark.skipif(
     not hasattr(torch.amp, "GradScaler"),
@@ -83,6 +86,59 @@ def take_steps(model: torch.nn.Module, optimizer: Any, steps: range) -> None:
 
 def bits_of(model: torch.nn.Module) -> list[Any]:
     return [parameter.flatten().tolist() for parameter in model.parameters()]
+
+
+def cutting(is_cut: bool = True) -> AbstractContextManager[Any]:
+    """Inside, ``sharding=`` cuts parameters that are small, at whole vectors of any processor."""
+    return patch.multiple(owners, _EXCESS=0.0, LOAD_OF_TENSOR=128, PAGE=128) if is_cut else nullcontext()
+
+
+Pair = list[tuple[Any, Any]]
+"""A model with a sharded optimizer, and its twin with an unsharded one."""
+
+
+def make_pair(kind: Any, make: Any = make_model, **options: Any) -> Pair:
+    """``kind`` makes an optimizer of parameters; ``options`` are those of ``DistributedOptimizer``."""
+    models = [make(), make()]
+    return [
+        (model, hvd.DistributedOptimizer(kind(model.parameters()), model, sharding=sharding, **options))
+        for model, sharding in zip(models, ("optimizer", None), strict=True)
+    ]
+
+
+def train_pair(pair: Pair, steps: range) -> None:
+    for model, optimizer in pair:
+        take_steps(model, optimizer, steps)
+
+
+def assert_same_bits(model: torch.nn.Module, plain: torch.nn.Module) -> None:
+    """Of parameters, on all ranks."""
+    own = bits_of(model)
+    assert own == bits_of(plain)
+    assert all(told == own for told in hvd.allgather_object(own))
+
+
+def assert_pair_is_alike(pair: Pair, *, in_order: bool = True) -> None:
+    """In parameters and state; ``in_order``: so are the parameters that have state."""
+    (model, optimizer), (plain, its) = pair
+    assert_same_bits(model, plain)
+    own, their = optimizer.state_dict(), its.state_dict()
+    assert_same_state(own, their)
+    assert not in_order or list(own["state"]) == list(their["state"])
+
+
+def assert_same_state(own: dict[str, Any], their: dict[str, Any]) -> None:
+    assert own["param_groups"] == their["param_groups"]
+    assert own["state"].keys() == their["state"].keys()
+    for index, entries in own["state"].items():
+        assert list(entries) == list(their["state"][index])
+        for key, value in entries.items():
+            other = their["state"][index][key]
+            if isinstance(value, torch.Tensor):
+                assert (value.shape, value.dtype, value.stride()) == (other.shape, other.dtype, other.stride())
+                assert torch.equal(value, other), (index, key)
+            else:
+                assert value == other
 
 
 def backward_averages(model: torch.nn.Module, step: int = 0) -> None:

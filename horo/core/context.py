@@ -189,7 +189,7 @@ class Context(Pairs):
             close_all((*(control_fds or ()), *(data_fds or ())))
         self.log_lines.check(status, error)
         self._release_failed(self.wait, out[0])
-        team = int(lib.horo_added_team(self._context, out[0]))
+        team = int(lib.horo_answer(self._context, out[0]))
         self.release(out[0])
         return team
 
@@ -221,7 +221,7 @@ class Context(Pairs):
 
     def joined_last(self, handle: int) -> int:
         """The rank that joined last, by a handle of ``start_join`` that is finished; negative for any other."""
-        return int(lib.horo_joined_last(self._context, handle))
+        return int(lib.horo_answer(self._context, handle))
 
     def _release_failed(self, wait: Callable[[int], None], handle: int) -> None:
         """Waits, and releases the handle if its request failed."""

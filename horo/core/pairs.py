@@ -68,7 +68,7 @@ class Pairs:
 
     def source(self, handle: int) -> int:
         """The rank whose send a receive has taken, before ``release``; negative if the handle is none of a receive."""
-        return int(lib.horo_source(self._context, handle))
+        return int(lib.horo_answer(self._context, handle))
 
     def _begin(
         self, function: Any, tensor: Tensor, call: tuple[int, int, int, int], buffer: RequestBuffer | None

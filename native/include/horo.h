@@ -393,7 +393,7 @@ HORO_API int horo_run(horo_context *context, const horo_request *request, int32_
  * A team has a number, from 0 to HORO_TEAMS_MAX - 1, which the next team gets once it has been removed, and an id,
  * which no other team of the job ever has: the number, and HORO_TEAM_ID_STEP for each team that had the number before.
  *
- * add: horo_added_team says the id when the handle is done. HORO_ERR_RESOURCE where there are HORO_TEAMS_MAX teams. On
+ * add: horo_answer says the id when the handle is done. HORO_ERR_RESOURCE where there are HORO_TEAMS_MAX teams. On
  * HORO_OK the context owns the descriptors, else the caller still does. remove: HORO_ERR_USAGE for a team that does not
  * exist (any more), 0, or one in which something is pending here. Nothing can be submitted to it from then on, unless
  * the ranks do not agree.
@@ -402,12 +402,10 @@ HORO_API const char *horo_change_name(void);
 HORO_API int horo_add_team(horo_context *context, const horo_team_setup *setup, int64_t *handle, char *error,
                            size_t error_bytes);
 HORO_API int horo_remove_team(horo_context *context, int32_t team, int64_t *handle, char *error, size_t error_bytes);
-/* The id of the team that has been added; HORO_ERR_USAGE for any other handle. */
-HORO_API int horo_added_team(horo_context *context, int64_t handle);
 /* Done when all members have joined. Until then this rank submits nothing to the team, and stands in. */
 HORO_API int horo_join(horo_context *context, int32_t team, int64_t *handle, char *error, size_t error_bytes);
-/* Once it is done: the rank of the job that joined last. HORO_ERR_USAGE for any other handle. */
-HORO_API int horo_joined_last(horo_context *context, int64_t handle);
+/* Once it has ended well: the id of an added team, the rank that joined last, or the sender; else HORO_ERR_USAGE. */
+HORO_API int horo_answer(horo_context *context, int64_t handle);
 /* HORO_IN_PROGRESS, HORO_OK, the error of the request, or HORO_ERR_HANDLE. Never blocks. */
 HORO_API int horo_poll(horo_context *context, int64_t handle);
 /*

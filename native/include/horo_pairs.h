@@ -18,7 +18,5 @@ HORO_API int horo_send(horo_context *context, const horo_tensor *tensor, int32_t
                        int32_t timeout_ms, int64_t *handle, char *error, size_t error_bytes);
 HORO_API int horo_receive(horo_context *context, const horo_tensor *tensor, int32_t peer, int32_t tag, int32_t flags,
                           int32_t timeout_ms, int64_t *handle, char *error, size_t error_bytes);
-/* Once a receive has ended well: the rank that has sent it. HORO_ERR_USAGE for any other handle. */
-HORO_API int horo_source(horo_context *context, int64_t handle);
 
 #endif

@@ -247,11 +247,6 @@ HORO_API int horo_refuse(horo_context *context, int32_t team, const char *name, 
     return outcome < 0 ? outcome : HORO_OK;
 }
 
-HORO_API int horo_added_team(horo_context *context, int64_t handle) {
-    HR_TRY(enter(context, NULL, 0));
-    return hr_membership_answer(&context->engine, handle, HORO_ADD_TEAM);
-}
-
 static int begin_move(horo_context *context, const horo_request *call, struct hr_pair pair, int64_t *handle,
                       char *error, size_t error_bytes) {
     struct hr_error failure = {0};
@@ -271,14 +266,9 @@ HORO_API int horo_receive(horo_context *context, const horo_tensor *tensor, int3
     return begin_move(context, &call, (struct hr_pair){peer, tag}, handle, error, error_bytes);
 }
 
-HORO_API int horo_source(horo_context *context, int64_t handle) {
+HORO_API int horo_answer(horo_context *context, int64_t handle) {
     HR_TRY(enter(context, NULL, 0));
-    return hr_membership_answer(&context->engine, handle, HORO_RECEIVE);
-}
-
-HORO_API int horo_joined_last(horo_context *context, int64_t handle) {
-    HR_TRY(enter(context, NULL, 0));
-    return hr_membership_answer(&context->engine, handle, HORO_JOIN);
+    return hr_requests_answer(&context->engine.requests, handle);
 }
 
 static int wait_for(horo_context *context, int64_t *handle, int32_t timeout_ms, enum hr_wait_end end, char *error,

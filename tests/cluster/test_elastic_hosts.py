@@ -1,4 +1,6 @@
-"""Elastic jobs on two hosts, over real ssh: what dies or cannot be reached is replaced or done without."""
+"""Elastic jobs on two hosts, over real ssh: what dies or cannot be reached is replaced or done without; hosts that a
+script discovers come and go.
+"""
 
 import json
 import os
@@ -9,7 +11,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-from jobs import TORCH_S, Launched, kill_all, parent_of, wait_until
+from jobs import TORCH_S, Hororun, Launched, kill_all, parent_of, wait_until
 from namespaces import Cluster, ClusterHost
 
 TESTS = Path(__file__).parents[1]
@@ -163,13 +165,6 @@ def test_a_host_that_cannot_be_reached_at_the_start_is_done_without(cluster: Clu
     assert "hororun: no-such-host cannot be used (cannot reach host no-such-host" in done.stderr
 
 
-def test_too_few_hosts_at_the_start_end_the_job(cluster: Cluster) -> None:
-    a, _ = cluster.hosts
-    done = cluster.run("-np", "2", "--min-np", "2", "true", where=f"{a.name}:1,no-such-host:1")
-    assert done.returncode == 69
-    assert "hororun: 1 slot for ranks, of at least 2 (--min-np)" in done.stderr
-
-
 @pytest.mark.parametrize("deaths", [{"1": (9, "recorded")}, {"0": (9, "recorded"), "1": (9, "stepped")}])
 def test_training_goes_on_from_the_last_commit_of_either_host(
     cluster: Cluster, tmp_path: Path, deaths: dict[str, tuple[int, str]]
@@ -181,3 +176,34 @@ def test_training_goes_on_from_the_last_commit_of_either_host(
     assert found[0]["digest"] == found[1]["digest"]
     for result in found:
         assert set(Counter(map(tuple, result["seen"])).values()) == {1}
+
+
+def write(path: Path, text: str) -> None:
+    """Writes the whole file at once, for one that reads it all the time."""
+    beside = path.with_suffix(".new")
+    beside.write_text(text)
+    beside.replace(path)
+
+
+def test_hosts_come_and_go(cluster: Cluster, tmp_path: Path) -> None:
+    a, b = cluster.hosts
+    hosts = tmp_path / "hosts"
+    write(hosts, f"{a.name}:1\n")
+    words = (f"--ssh-args={cluster.ssh_args}", "-x", f"STOP_FILE={tmp_path / 'stop'}", "--min-np", "1", "--max-np", "2")
+    found = ("--host-discovery-script", f"cat {hosts}")
+    prefix = cluster.on(a, ())
+    job = Hororun.start(cluster, *words, *found, WORKER, FOREVER, where=None, prefix=prefix, environment=PLACES)
+    said_until(job, "worker 0 is 0 of 1")
+    write(hosts, f"{a.name}:1\n{b.name}:1\n")
+    said_until(job, "worker 1 is 1 of 2")
+    write(hosts, f"# {b.name} goes\n{a.name}:1\n")
+    said_until(job, "worker 0 is 0 of 1")
+    wait_until(lambda: not agents(cluster, b), "the agent of the host has ended")
+    write(hosts, f"{b.name}:1\n{a.name}:1\n")
+    said_until(job, "worker 2 is 1 of 2")
+    write(hosts, f"{b.name}:1\n")  # the state is with the rank that stays
+    said_until(job, "worker 2 is 0 of 1")
+    done = stop(job, tmp_path / "stop")
+    assert ends(done.stdout).keys() == {2}
+    assert f"hororun: {b.name} was found" in done.stderr
+    assert f"hororun: {b.name} is not found any more: its workers leave" in done.stderr

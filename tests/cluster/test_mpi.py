@@ -1,4 +1,6 @@
-"""horo started by others on two hosts: mpirun of Open MPI, mpiexec of MPICH, over ssh, and torchrun."""
+"""horo started by others on two hosts: mpirun of Open MPI, mpiexec of MPICH, over ssh, and torchrun, which starts all
+ranks again when one fails.
+"""
 
 import sys
 from collections.abc import Iterable
@@ -9,6 +11,8 @@ from jobs import TORCH_S
 from mpis import Mpi
 from namespaces import Cluster
 from places import PLACE, PROGRAM, expected, written
+from torchrun_rounds import PROGRAM as TRAINING
+from torchrun_rounds import check
 
 
 def command(mpi: Mpi, cluster: Cluster, layout: str, names: Iterable[str] = ("HORO_TRANSPORT",)) -> list[str]:
@@ -30,12 +34,11 @@ def test_ranks_start_with_the_right_places(cluster: Cluster, mpi: Mpi, tmp_path:
     assert written(tmp_path) == expected(layout, cluster, mpi.library)
 
 
-@pytest.mark.parametrize("layout", ["aabb", "aaab"])
-def test_hororun_has_mpirun_start_the_ranks(cluster: Cluster, mpi: Mpi, tmp_path: Path, layout: str) -> None:
+def test_hororun_has_mpirun_start_the_ranks(cluster: Cluster, mpi: Mpi, tmp_path: Path) -> None:
     words = ["--mpi", "-np", "4", "--oversubscribe", *PLACE, str(tmp_path)]
-    done = cluster.run(*words, where=where(cluster, layout), environment=mpi.environment)
+    done = cluster.run(*words, where=where(cluster, "aaab"), environment=mpi.environment)
     assert done.returncode == 0, done.stderr
-    assert written(tmp_path) == expected(layout, cluster, mpi.library)
+    assert written(tmp_path) == expected("aaab", cluster, mpi.library)
 
 
 RENDEZVOUS = {
@@ -56,3 +59,16 @@ def test_torchrun_on_two_hosts(cluster: Cluster, tmp_path: Path, rendezvous: str
         done = job.finish(TORCH_S)
         assert done.returncode == 0, done.stderr
     assert written(tmp_path) == expected(layout, cluster)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_next_round_goes_on_from_the_commit(cluster: Cluster, tmp_path: Path, victim: int) -> None:
+    """Its ranks find each other at once."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=2"]
+    at = ["--rdzv-backend=c10d", f"--rdzv-endpoint={cluster.hosts[0].address}:29500"]
+    words = [*torchrun, *at, str(TRAINING), str(tmp_path), str(victim)]
+    jobs = [cluster.start_on(host, [*words, host.name], environment={"OMP_NUM_THREADS": "1"}) for host in cluster.hosts]
+    all_done = [job.finish(3 * TORCH_S) for job in jobs]
+    shown = "".join(done.stdout + done.stderr for done in all_done)
+    assert [done.returncode for done in all_done] == [0, 0], shown
+    check("".join(done.stdout for done in all_done))

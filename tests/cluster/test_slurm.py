@@ -28,7 +28,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["aaab", "abab", "abaa", "ab", "aa"])
 def test_srun_without_mpi(slurm: Slurm, tmp_path: Path, layout: str) -> None:
     done = slurm.run("srun", *LAYOUTS[layout], *PLACE, str(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
@@ -43,18 +43,11 @@ def test_ranks_start_without_munge(slurm: Slurm, tmp_path: Path, variable: str) 
     assert written(tmp_path) == expected("ab", slurm.cluster)
 
 
-@pytest.mark.parametrize("layout", ["aabb", "abaa"])
-def test_srun_with_mpi(slurm: Slurm, mpi: Mpi, tmp_path: Path, layout: str) -> None:
-    command = ["srun", f"--mpi={mpi.under_srun}", *LAYOUTS[layout], *PLACE, str(tmp_path)]
+def test_srun_with_mpi(slurm: Slurm, mpi: Mpi, tmp_path: Path) -> None:
+    command = ["srun", f"--mpi={mpi.under_srun}", *LAYOUTS["abaa"], *PLACE, str(tmp_path)]
     done = slurm.run(*command, environment=mpi.environment)
     assert done.returncode == 0, done.stderr
-    assert written(tmp_path) == expected(layout, slurm.cluster, mpi.library)
-
-
-def test_mpirun_takes_its_hosts_from_slurm(slurm: Slurm, mpi: Mpi, tmp_path: Path) -> None:
-    done = slurm.run("salloc", *LAYOUTS["aaab"], mpi.starter, *PLACE, str(tmp_path), environment=mpi.environment)
-    assert done.returncode == 0, done.stderr
-    assert written(tmp_path) == expected("aaab", slurm.cluster, mpi.library)
+    assert written(tmp_path) == expected("abaa", slurm.cluster, mpi.library)
 
 
 def test_a_process_alone_in_a_batch_job_of_several_tasks_is_told_what_to_type(slurm: Slurm, tmp_path: Path) -> None:
@@ -69,13 +62,12 @@ def test_a_process_alone_in_a_batch_job_of_several_tasks_is_told_what_to_type(sl
     assert "warning" not in slurm.run("salloc", *LAYOUTS["aabb"], *PLACE, str(tmp_path)).stderr
 
 
-@pytest.mark.parametrize("layout", ["aabb", "aaab"])
-def test_hororun_takes_its_hosts_from_slurm_and_needs_no_ssh(slurm: Slurm, tmp_path: Path, layout: str) -> None:
-    command = ["salloc", *LAYOUTS[layout], *HORORUN, "--verbose", *PLACE, str(tmp_path)]
+def test_hororun_takes_its_hosts_from_slurm_and_needs_no_ssh(slurm: Slurm, tmp_path: Path) -> None:
+    command = ["salloc", *LAYOUTS["aaab"], *HORORUN, "--verbose", *PLACE, str(tmp_path)]
     done = slurm.run(*command)
     assert done.returncode == 0, done.stderr
     assert f"{slurm.cluster.hosts[1].name}: srun " in done.stderr
-    assert written(tmp_path) == expected(layout, slurm.cluster)
+    assert written(tmp_path) == expected("aaab", slurm.cluster)
 
 
 def test_hosts_of_a_slurm_job_can_be_checked(slurm: Slurm) -> None:
@@ -180,7 +172,7 @@ BATCH = ROOT / "examples" / "batch"
 VENV = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
-@pytest.mark.parametrize("start", ["srun", "hororun"])
+@pytest.mark.parametrize("start", ["", "hororun"])
 def test_slurm_without_mpi(slurm: Slurm, tmp_path: Path, start: str) -> None:
     words = [str(BATCH / "slurm.sbatch"), *PROGRAM, str(tmp_path)]
     job = slurm.batch(tmp_path, *words, environment={"PATH": VENV, "START": start})
@@ -195,15 +187,6 @@ def test_slurm_with_mpi(slurm: Slurm, mpi: Mpi, tmp_path: Path, start: str) -> N
     job = slurm.batch(tmp_path, *words, environment=told)
     assert (job.state, job.exit_code) == ("COMPLETED", "0:0"), job.output
     assert written(tmp_path) == expected("aabb", slurm.cluster, mpi.library)
-
-
-def test_slurm_trains(slurm: Slurm, tmp_path: Path) -> None:
-    options = ["--ntasks-per-node=1", "--cpus-per-task=1"]
-    words = [*options, str(BATCH / "slurm.sbatch"), str(ROOT / "examples" / "digits.py"), "--epochs", "2"]
-    job = slurm.batch(tmp_path, *words, environment={"PATH": VENV, "START": ""})
-    assert (job.state, job.exit_code) == ("COMPLETED", "0:0"), job.output
-    assert "2 rank(s) with 48 images per step each" in job.output
-    assert "test accuracy: 0.88" in job.output
 
 
 def test_slurm_says_that_a_job_has_failed(slurm: Slurm, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "native"))  # ranks.py
 
 from mpi_job import MODES, MpiRank, join
+from mpi_jobs import MpiJobs
 
 
 @pytest.fixture(scope="module", params=MODES, ids=str)
@@ -16,3 +17,8 @@ def rank(request: pytest.FixtureRequest) -> Iterator[MpiRank]:
     """This process as a rank of a job, in each of MODES."""
     with join(request.param) as joined:
         yield joined
+
+
+@pytest.fixture
+def mpi_jobs(tmp_path: Path) -> MpiJobs:
+    return MpiJobs(tmp_path)

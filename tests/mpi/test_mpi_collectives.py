@@ -6,47 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adasum_oracle import adasum, tolerance
 from known_answers import adasum_rows, adasums
 from mpi_job import MODES, SEGMENT_BYTES, Mode, MpiRank, join
 from stress import Operation, Player, Run, Schedule
 from trace_events import parse_timeline, rows_of
 
-from horo.core import context
-
 pytestmark = pytest.mark.mpi(min_size=2)
-
-
-def assert_same_bits(rank: MpiRank, array: np.ndarray) -> None:
-    assert len({bytes(told) for told in rank.everybody(array.tobytes())}) == 1
-
-
-def test_large_floats_give_the_sum_and_the_same_bits_everywhere(rank: MpiRank) -> None:
-    count = (1 << 20) + 3
-    inputs = [np.random.default_rng(r).standard_normal(count, np.float32) for r in range(rank.size)]
-    array = inputs[rank.rank].copy()
-    rank.allreduce(array, name="large")
-    exact = np.sum(inputs, axis=0, dtype=np.float64)
-    magnitude = np.sum(np.abs(inputs), axis=0, dtype=np.float64)
-    assert np.all(np.abs(array - exact) <= magnitude * rank.size * 2.0**-24)
-    assert_same_bits(rank, array)
-
-
-@pytest.mark.parametrize(("dtype", "digits"), [("float16", 11), ("float32", 24), ("float64", 52)])
-def test_adasum_of_each_tensor(rank: MpiRank, dtype: str, digits: int) -> None:
-    counts = [1, 7, 0, 1000, 70_001]
-    seeds = [[[r, n] for n in counts] for r in range(rank.size)]
-    inputs = [[np.random.default_rng(seed).standard_normal(seed[1]).astype(dtype) for seed in row] for row in seeds]
-    arrays = [array.copy() for array in inputs[rank.rank]]
-    rank.finish(rank.submit("allreduce", f"adasum {dtype}", arrays, reduce_op=context.REDUCE_OPS["adasum"]))
-    for i, array in enumerate(arrays):
-        vectors = [mine[i] for mine in inputs]
-        assert np.abs(array - adasum(vectors)).max(initial=0) <= tolerance(vectors, digits)
-        assert_same_bits(rank, array)
-    lone = (1 + np.arange(5000) % 5).astype(dtype)  # equal on all ranks
-    equal = lone / 2
-    rank.allreduce(lone, name=f"adasum of equal {dtype}", op="adasum", prescale=2.0, postscale=0.25)
-    assert np.array_equal(lone, equal)
 
 
 def test_nothing_pending_means_no_wake_up(rank: MpiRank) -> None:

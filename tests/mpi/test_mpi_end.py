@@ -1,7 +1,5 @@
 """How a job under a real mpirun ends: every rank that goes takes the others with it, and is named."""
 
-from pathlib import Path
-
 import pytest
 from mpi_jobs import MpiJobs, why_not
 
@@ -54,11 +52,6 @@ if mode == "stalled":
 hvd.allreduce(torch.ones(4), name="y")
 print("done", flush=True)
 """
-
-
-@pytest.fixture
-def mpi_jobs(tmp_path: Path) -> MpiJobs:
-    return MpiJobs(tmp_path)
 
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["auto", "mpi"])

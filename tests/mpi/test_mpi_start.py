@@ -11,11 +11,6 @@ pytestmark = [pytest.mark.skipif(why_not() is not None, reason=str(why_not())), 
 TESTS = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture
-def mpi_jobs(tmp_path: Path) -> MpiJobs:
-    return MpiJobs(tmp_path)
-
-
 HEAD = """
 import os, sys
 from horo.bootstrap.job import start

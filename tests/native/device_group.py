@@ -109,11 +109,7 @@ class Gpu:
 
     def await_program(self) -> None:
         """From now on, what frees pinned memory waits for the program's streams, too, as a driver does."""
-        self.lib.double_await_program(1)
-
-    def calls(self) -> int:
-        """How many functions of the host have been called, and are over."""
-        return int(self.lib.double_calls())
+        self.lib.double_await_program()
 
     def fail_staging(self, number: int) -> None:
         """That copy to the host from now on fails."""

@@ -1,4 +1,4 @@
-"""Batches whose results are known, for ranks over any transport and backend: threads and processes alike."""
+"""Proposals of rank 0 and Adasums, for ranks over any transport: threads and processes alike."""
 
 import random
 from typing import Any
@@ -7,30 +7,7 @@ import numpy as np
 
 from horo.core import context
 
-SIZES = [1, 3, 100, 2000, 4096, 10_000, 70_000]
 _LEVEL = ["    ADASUM_DOT_PRODUCTS", "    ADASUM_SUM_OF_PRODUCTS", "    ADASUM_COMBINE"]
-
-
-def collectives(rank: Any, step: int) -> None:
-    """Several operations at once, of sizes that are carried, of one segment, and of many."""
-    chance = random.Random(step)
-    sizes = [chance.choice(SIZES) for _ in range(4)]
-    arrays = [np.arange(size, dtype=np.float64) + rank.rank + k for k, size in enumerate(sizes)]
-    handles = [
-        rank.submit("allreduce", f"a{k} {size}", [array], reduce_op=context.REDUCE_OPS["sum"])
-        for k, (size, array) in enumerate(zip(sizes, arrays, strict=True))
-    ]
-    for handle in handles:
-        rank.finish(handle)
-    for k, array in enumerate(arrays):
-        offset = rank.size * (rank.size - 1) / 2 + rank.size * k
-        np.testing.assert_array_equal(array, np.arange(array.size, dtype=np.float64) * rank.size + offset)
-    root = step % rank.size
-    assert set(rank.broadcast(np.full(sizes[0], rank.rank, np.int32), root)) == {root}
-    gathered, rows = rank.allgather(np.full(sizes[1] + rank.rank, rank.rank, np.int32))
-    assert rows == [sizes[1] + other for other in range(rank.size)]
-    np.testing.assert_array_equal(gathered, np.repeat(np.arange(rank.size), rows))
-    rank.barrier()
 
 
 class Proposals:

@@ -118,23 +118,16 @@ class Rank:
     def wait(self, *ios: Io, timeout_ms: int = DEADLINE_MS) -> int:
         """HORO_OK, HORO_ERR_PEER_LOST or HORO_ERR_TIMEOUT."""
         array = self.native.ffi.new("void *[]", [io.io for io in ios])
-        return int(self.lib.shim_wait(self.transport, array, len(ios), timeout_ms, self.native.ffi.NULL))
+        return int(self.lib.shim_wait(self.transport, array, len(ios), timeout_ms))
 
     def sleeps(self, timeout_ms: int = DEADLINE_MS) -> bool:
         """Whether a sleeper on the named descriptors is still asleep after timeout_ms."""
         return not self.lib.shim_sleep(self.transport, timeout_ms)
 
-    def sleep_fds(self, capacity: int = 64) -> tuple[int, list[tuple[int, int]]]:
-        """How many descriptors there are, and the first `capacity` as (descriptor, events)."""
-        fds = self.native.ffi.new("int[]", max(capacity, 1))
-        events = self.native.ffi.new("int[]", max(capacity, 1))
-        count = int(self.lib.shim_sleep_fds(self.transport, fds, events, capacity))
-        return count, [(fds[i], events[i]) for i in range(min(count, capacity))]
-
     @property
     def idle(self) -> bool:
         """Whether nothing would ever wake a sleeper: no descriptor, no need to look."""
-        return self.sleep_fds()[0] == 0 and not self.lib.shim_must_look(self.transport)
+        return bool(self.lib.shim_is_idle(self.transport))
 
     def loss(self, peer: int) -> int:
         """How a peer was lost; NONE if it was not."""

@@ -34,7 +34,7 @@ SANITIZE_FLAGS = {
         *("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
         *("-fno-omit-frame-pointer", "-fno-wrapv"),
     ],
-    "thread": ["-fsanitize=thread"],
+    "thread": ["-O1", "-fsanitize=thread"],
 }
 FLAVOUR = os.environ.get("HORO_SANITIZE", "")
 if FLAVOUR not in SANITIZE_FLAGS:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from fabric import make_setups, make_team_links
+from fabric import close_setup, make_setups, make_team_links
 from slow_links import Relay, Relays
 
 from horo.core import context as _core
@@ -109,6 +109,13 @@ def hosts_of(hosts: Sequence[int]) -> list[int]:
     return [host for host, size in enumerate(hosts) for _ in range(size)]
 
 
+def rows_of(rows: int, size: int, place: int) -> slice:
+    """Of a reduce-scatter: the first ranks have one row more."""
+    base, longer = divmod(rows, size)
+    first = place * base + min(place, longer)
+    return slice(first, first + base + (place < longer))
+
+
 class Rank:
     """One rank with numpy arrays instead of torch tensors."""
 
@@ -170,6 +177,14 @@ class Rank:
     def broadcast(self, array: np.ndarray, root: int, name: str = "b", **options: Any) -> np.ndarray:
         self.finish(self.submit("broadcast", name, [array], root_rank=root, **options))
         return array
+
+    def reducescatter(self, array: np.ndarray, name: str = "s", op: str = "sum", **options: Any) -> np.ndarray:
+        """This rank's rows; the input stays as it is."""
+        result, before = np.full_like(array[rows_of(len(array), self.size, self.rank)], 99), array.copy()
+        options["reduce_op"] = _core.REDUCE_OPS[op]
+        self.finish(self.submit("reducescatter", name, [array], outputs=[result], **options))
+        assert np.array_equal(before, array)
+        return result
 
     def barrier(self, name: str = "barrier", **options: Any) -> None:
         self.finish(self.submit("barrier", name, [], **options))
@@ -392,6 +407,25 @@ def on_ranks(*given: str | Sequence[int], **options: Any) -> Callable[[Callable[
         return pytest.mark.parametrize("hosts", layouts, ids=str)(test) if len(layouts) > 1 else test
 
     return decorate
+
+
+def forked(hosts: Sequence[int], mine: int | None = 0, **options: Any) -> tuple[Any, dict[int, int]]:
+    """Forks ranks as processes of their own, but rank ``mine``, which this process is; and the processes of the others.
+
+    Those have none; without ``mine``, this process has no rank.
+    """
+    setups = make_setups(hosts, **options)
+    processes: dict[int, int] = {}
+    me = mine
+    for other in sorted({*range(len(setups))} - {mine}):
+        processes[other] = os.fork()
+        if processes[other] == 0:
+            me, processes = other, {}
+            break
+    for rank, setup in enumerate(setups):
+        if rank != me:
+            close_setup(setup)
+    return None if me is None else Rank(Context(setups[me])), processes
 
 
 def run_script(script: str, *words: object, **env: str) -> str:

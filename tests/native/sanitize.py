@@ -27,14 +27,13 @@ OPTIONS = {
 }
 # Threads of a rank, ranks that share memory, and what they have in common: the engine, its lanes and the log.
 _RACES = """
-abort carry cores deadlock device_failures device_memory device_staged driving end engine events interrupt join
-large_moves leave link log lone many_local nccl nccl_failures ordered pairs parts recorder sanitize stalls stress
-teams timeline timeouts transport waits
+abort cores deadlock device_failures device_memory device_staged driving end engine events interrupt join leave link
+log lone nccl nccl_failures ordered pairs parts recorder sanitize stalls stress teams timeline timeouts transport waits
 """
-# What else reads and writes memory, if in one thread.
+# What else reads and writes memory, in one thread or as the random schedules do.
 _MEMORY = """
-adasum alltoall bits calls complex_products compression control cross device_libraries gather hostile_member kernel
-nccl_teams reducescatter refusal rooted transport_tcp tuning wire
+adasum alltoall bits calls carry complex_products compression control cross device_libraries gather hostile_member
+kernel large_moves many_local nccl_teams refusal rooted transport_tcp tuning wire
 """
 FILES = {"thread": _RACES.split(), "address": [*_RACES.split(), *_MEMORY.split()]}
 """The files of a sanitizer's run; `HORO_ALL_CASES=1`, as of `make test-all`, takes all."""

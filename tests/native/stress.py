@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from known_answers import Proposals
-from ranks import Group, Links, Rank, describe
+from ranks import Group, Links, Rank, describe, rows_of
 
 from horo.core import context as _core
 from horo.core.setup import close_all
@@ -369,11 +369,8 @@ class Player:
         return rank.context.submit(request), inputs, outputs
 
     def rows(self, operation: Operation, array: np.ndarray) -> slice:
-        """Of a reduce-scatter, what falls to this rank: the first members have one more."""
-        place, size = operation.members.index(self.me), len(operation.members)
-        base, longer = divmod(len(array), size)
-        first = place * base + min(place, longer)
-        return slice(first, first + base + (place < longer))
+        """Of a reduce-scatter, what falls to this rank."""
+        return rows_of(len(array), len(operation.members), operation.members.index(self.me))
 
     def finish(self, operation: Operation, begun: Any) -> str:
         """``ok``, or how it has failed."""

@@ -2,41 +2,53 @@
 
 import re
 import socket
+import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, on_ranks, run_ranks, run_script, wait_for
+from ranks import Group, Rank, run_ranks, run_script, wait_for
 from slow_links import Relay
 
 from horo.core import context
+from horo.core.context import Context
 from horo.errors import AbortedError, HoroError, PeerLostError
 
 WORDS = "ValueError: bad sample in shard 7"
 ENDS = [(hosts, ender) for hosts in ([2], [2, 2], [1, 1, 1]) for ender in range(sum(hosts))]
 
 
-def fails(rank: Rank, name: str) -> str:
+def fails(rank: Rank, name: str, kind: type[HoroError] = PeerLostError) -> str:
     """What a collective of the rank fails with."""
-    try:
+    with pytest.raises(kind) as error:
         rank.allreduce(np.ones(3), name)
-    except HoroError as error:
-        assert type(error) is PeerLostError
-        return str(error)
-    raise AssertionError("it must fail")
+    assert error.type is kind
+    return str(error.value)
+
+
+WAYS = [(Context.end, PeerLostError, "ended with"), (Context.abort, AbortedError, "has aborted the group:")]
 
 
 @pytest.mark.parametrize(("hosts", "ender"), ENDS, ids=str)
-@on_ranks("hosts", log_level=5)
-def test_all_others_read_the_words_while_they_wait_and_afterwards(rank: Rank, ender: int) -> None:
-    rank.allreduce(np.ones(3), "first")
-    if rank.rank == ender:
-        rank.context.end(WORDS)
-        assert fails(rank, "own").startswith(f"this rank ended with {WORDS}")
-        return
-    expected = rf"rank {ender} \(host\d\) ended with {WORDS}"
-    assert re.match(expected, fails(rank, "second"))
-    assert re.match(expected, fails(rank, "third"))
-    assert re.fullmatch(expected, str(rank.context.health()))
+@pytest.mark.parametrize(("way", "kind", "said"), WAYS)
+def test_all_others_read_the_words_while_they_wait_and_afterwards(
+    hosts: list[int], ender: int, way: Callable[[Context, str], None], kind: type[HoroError], said: str
+) -> None:
+    ready = threading.Barrier(sum(hosts))
+
+    def body(rank: Rank) -> None:
+        rank.allreduce(np.ones(3), "first")
+        ready.wait(20)
+        if rank.rank == ender:
+            way(rank.context, WORDS)
+            assert fails(rank, "own", kind).startswith(f"this rank {said} {WORDS}")
+            return
+        expected = rf"rank {ender} \(host\d\) {said} {WORDS}"
+        assert re.match(expected, fails(rank, "second", kind))
+        assert re.match(expected, fails(rank, "third", kind))
+        assert re.fullmatch(expected, str(rank.context.health()))
+
+    run_ranks(body, hosts, log_level=5)
 
 
 @pytest.mark.parametrize("hosts", [[4], [2, 2], [1, 1, 1]], ids=str)
@@ -131,22 +143,11 @@ MIB = 1 << 20
 SCRIPT = """
 import os, signal, sys, time
 import numpy as np
-import pytest
-from fabric import close_setup, make_setups
-from ranks import Rank
-from horo.core.context import Context
+from ranks import forked
 
-SIZE = 5
-setups = make_setups([1] * SIZE, log_level=5, tcp=True)
 go, left, heard, over = os.pipe(), os.pipe(), os.pipe(), os.pipe()
-pids = []
-for me in range(SIZE):
-    pids.append(os.fork())
-    if pids[-1] == 0:
-        break
-else:
-    for setup in setups:
-        close_setup(setup)
+rank, pids = forked([1] * 5, None, log_level=5, tcp=True)
+if rank is None:
     os.waitpid(pids[1], os.WUNTRACED)
     os.write(go[1], b"x")
     os.read(left[0], 1)
@@ -155,13 +156,10 @@ else:
     for _ in range(3):
         os.read(heard[0], 1)
     os.write(over[1], b"x" * 3)
-    for pid in pids:
+    for pid in pids.values():
         os.waitpid(pid, 0)
     sys.exit(0)
-for other, setup in enumerate(setups):
-    if other != me:
-        close_setup(setup)
-rank = Rank(Context(setups[me]))
+me = rank.rank
 rank.barrier()
 array = np.full(75_000, me, np.float32)
 if me == 0:

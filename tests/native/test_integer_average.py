@@ -5,7 +5,7 @@ import pytest
 from ranks import NUMPY_OF_DTYPE, Rank, on_ranks, run_ranks
 
 INTEGERS = ["uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"]
-LAYOUTS = [[1], [3], [7], [49], [1, 1, 1], [4, 3], [17, 16, 16]]
+LAYOUTS = [[1], [3], [7], [1, 1, 1], [4, 3]]
 SIZES = [5, 5000]
 """Elements: in one phase, and shared out among the ranks."""
 

@@ -6,16 +6,11 @@ from ranks import run_script
 HEAD = """
 import ctypes, os, select, signal, struct, sys, threading, time
 import numpy as np
-from fabric import close_setup, make_setups
-from ranks import Rank
-from horo.core.context import Context
+from ranks import forked
 
-setups = make_setups([2], segment_bytes=1 << 16, spin_us=0, stall_warning_ms=0)
 done = os.pipe()
-child = os.fork()
-me = 1 if child == 0 else 0
-close_setup(setups[1 - me])
-rank = Rank(Context(setups[me]))
+rank, others = forked([2], segment_bytes=1 << 16, spin_us=0, stall_warning_ms=0)
+me, child = rank.rank, others.get(1)
 """
 
 STOPPED = """

@@ -5,9 +5,8 @@ import itertools
 import native_build
 import numpy as np
 import pytest
-from ranks import NUMPY_OF_DTYPE, Group, Rank, on_ranks, recorded_stderr, run_ranks
+from ranks import NUMPY_OF_DTYPE, Group, Rank, on_ranks, recorded_stderr, rows_of, run_ranks
 from test_alltoall import Plan, check
-from test_reducescatter import rows_of, scatter
 
 from horo.errors import PeerLostError
 
@@ -27,7 +26,7 @@ def whole_numbers(rank: int, count: int = COUNT) -> np.ndarray:
 def test_sums_of_many_segments(rank: Rank) -> None:
     total = np.sum([whole_numbers(r) for r in range(rank.size)], axis=0)
     assert np.array_equal(rank.allreduce(whole_numbers(rank.rank)), total)
-    (mine,) = scatter(rank, [whole_numbers(rank.rank)])
+    mine = rank.reducescatter(whole_numbers(rank.rank))
     assert np.array_equal(mine, total[rows_of(COUNT, rank.size, rank.rank)])
 
 
@@ -81,8 +80,7 @@ def test_reading_begins_where_it_pays(operation: str, least: int, missing: int) 
         elif operation == "alltoall":
             check(rank, [Plan([[count // 3] * 3] * 3, dtype=np.uint8)])
         else:
-            (mine,) = scatter(rank, [np.full((count // 3, 3), rank.rank, np.uint8)])
-            assert np.all(mine == 3)
+            assert np.all(rank.reducescatter(np.full((count // 3, 3), rank.rank, np.uint8)) == 3)
 
     with recorded_stderr() as said:
         run_ranks(body, [3], direct_bytes=1000, log_level=INFO)
@@ -154,7 +152,7 @@ def test_the_bits_are_those_of_an_allreduce(hosts: list[int], dtype: str) -> Non
             values = numbers(dtype, rows, rank.rank)
             factors = {"postscale": 0.7} if op == "average" and values.dtype.kind == "f" else {}
             whole = rank.allreduce(values.copy(), f"a{rows}", op, **factors)
-            (got,) = scatter(rank, [values], f"s{rows}", op, **factors)
+            got = rank.reducescatter(values, f"s{rows}", op, **factors)
             assert got.tobytes() == whole[rows_of(rows, rank.size, rank.rank)].tobytes(), (op, rows)
 
     with recorded_stderr() as said:
@@ -167,7 +165,7 @@ def test_slots_without_room_for_what_is_read_at_once(size: int, segment_bytes: i
     def body(rank: Rank) -> None:
         for turn in range(2):
             for rows in (10, 3000):
-                (got,) = scatter(rank, [np.arange(rows) * (rank.rank + turn)], str(rows))
+                got = rank.reducescatter(np.arange(rows) * (rank.rank + turn), str(rows))
                 factor = size * (size - 1) // 2 + size * turn
                 assert np.array_equal(got, np.arange(rows)[rows_of(rows, size, rank.rank)] * factor)
 

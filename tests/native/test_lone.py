@@ -54,21 +54,6 @@ def test_a_long_spin_counts_as_well_and_ends_with_the_time_of_its_wait() -> None
     assert min(run_ranks(body, [2], spin_us=60_000_000, sleeps_under_contention=False)) > 0
 
 
-def gather(rank: Rank, op: str, name: str, array: np.ndarray, **options: Any) -> np.ndarray:
-    """An allgather or alltoall of one tensor, as a caller that waits for it at once."""
-    tensor = describe([array], [array])[0]
-    if op == "alltoall":
-        tensor = tensor._replace(splits=options.pop("splits"), output=0, output_bytes=0)
-    buffer = context.RequestBuffer.of(context.OPS[op], name, [tensor], sync=True, **options)
-    handle = rank.context.submit(buffer)
-    try:
-        rank.context.wait(handle)
-        data, first_dims = rank.context.take_result(handle, 0)
-    finally:
-        rank.context.release(handle)
-    return np.frombuffer(data, array.dtype).reshape(sum(first_dims), *array.shape[1:])
-
-
 def allreduce(rank: Rank, step: int, count: int, name: str = "s", **options: Any) -> None:
     array = np.full(count, rank.rank + step % 5, np.float32)
     rank.run("allreduce", name, [array], reduce_op=SUM, **options)
@@ -83,16 +68,13 @@ def broadcast(rank: Rank, step: int, count: int) -> None:
 
 
 def reducescatter(rank: Rank, step: int, count: int) -> None:
-    array = np.full((rank.size, count), rank.rank + step, np.int32)
-    output = np.zeros((1, count), np.int32)
-    tensors, op = describe([array], [output]), context.OPS["reducescatter"]
-    rank.context.run(context.RequestBuffer.of(op, "r", tensors, sync=True, reduce_op=SUM))
+    output = rank.reducescatter(np.full((rank.size, count), rank.rank + step, np.int32), "r", sync=True)
     assert (output == sum(r + step for r in range(rank.size))).all()
 
 
 def allgather(rank: Rank, step: int, count: int) -> None:
     rows = (rank.rank + step) % 3 + count
-    got = gather(rank, "allgather", "g", np.full((rows, 2), rank.rank, np.int16))
+    got, _ = rank.allgather(np.full((rows, 2), rank.rank, np.int16), sync=True)
     wanted = [r for r in range(rank.size) for _ in range((r + step) % 3 + count)]
     assert got[:, 0].tolist() == wanted
 
@@ -100,9 +82,13 @@ def allgather(rank: Rank, step: int, count: int) -> None:
 def alltoall(rank: Rank, step: int, count: int) -> None:
     splits = [(rank.rank + other + step) % 3 + count for other in range(rank.size)]
     values = np.repeat(np.arange(rank.size) * 10 + rank.rank, splits)
-    got = gather(rank, "alltoall", "a", values, splits=splits)
+    tensor = describe([values], [values])[0]._replace(splits=splits, output=0, output_bytes=0)
+    handle = rank.context.submit(context.RequestBuffer.of(context.OPS["alltoall"], "a", [tensor], sync=True))
+    rank.context.wait(handle)
+    data, _ = rank.context.take_result(handle, 0)
+    rank.context.release(handle)
     wanted = [rank.rank * 10 + r for r in range(rank.size) for _ in range((r + rank.rank + step) % 3 + count)]
-    assert got.tolist() == wanted
+    assert np.frombuffer(data, values.dtype).tolist() == wanted
 
 
 def rooted(op: str) -> Callable[[Rank, int, int], None]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, on_ranks, wait_for
+from ranks import Group, Rank, on_ranks, rows_of, wait_for
 
 from horo.errors import PeerLostError
 
@@ -37,8 +37,11 @@ def test_a_rank_that_waits_hears_of_a_death_while_rank_0_computes(size: int, pol
         group.run(body, ranks=[1])
 
 
-@on_ranks([66], [66, 1], [1, 66], segment_bytes=1 << 12)
+@on_ranks([66], [66, 1], [1, 66], [40, 30], segment_bytes=1 << 12)
 def test_many_ranks_of_one_host_reduce(rank: Rank) -> None:
-    for step, count in enumerate((3, 5000)):
-        array = rank.allreduce(np.full(count, float(rank.rank)), f"x{step}")
-        assert (array == rank.size * (rank.size - 1) / 2).all()
+    """They are more than a slot has lines."""
+    for rows in (3, 141, 5000):
+        array, total = np.arange(rows) * rank.rank, rank.size * (rank.size - 1) // 2
+        part = rank.reducescatter(array, f"s{rows}")
+        assert np.array_equal(part, np.arange(rows)[rows_of(rows, rank.size, rank.rank)] * total)
+        assert np.array_equal(rank.allreduce(array, f"x{rows}"), np.arange(rows) * total)

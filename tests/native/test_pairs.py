@@ -365,27 +365,21 @@ def test_a_rank_waits_no_longer_for_its_sends_when_another_leaves_meanwhile() ->
 KILLED_BEHIND_THE_END = """
 import os, signal
 import numpy as np
-from fabric import close_setup, make_setups
-from ranks import Rank, wait_for
-from horo.core.context import Context
+from ranks import forked, wait_for
 from horo.errors import AbortedError
 
-setups = make_setups([4], stall_warning_ms=0)
-me = next((rank for rank in (1, 2, 3) if os.fork() == 0), 0)
-for other in {0, 1, 2, 3} - {me}:
-    close_setup(setups[other])
-rank = Rank(Context(setups[me]))
+rank, others = forked([4], stall_warning_ms=0)
 rank.barrier()
-pending = rank.receive(np.ones(1), 2) if me == 3 else 0
-if me == 1:
+pending = rank.receive(np.ones(1), 2) if rank.rank == 3 else 0
+if rank.rank == 1:
     rank.context.destroy()
     os._exit(0)
-if me == 0:
-    for _ in range(3):
+if rank.rank == 0:
+    for _ in others:
         os.wait()
     os._exit(0)
 wait_for(lambda: rank.context.health() is not None)
-if me == 2:
+if rank.rank == 2:
     os.kill(os.getpid(), signal.SIGKILL)
 try:
     rank.finish(pending)
@@ -401,19 +395,13 @@ def test_a_rank_that_is_killed_when_another_has_left_ends_what_is_pending_with_i
 
 
 LEAVER = """
-import os, signal, threading, time
+import os, signal, threading
 import numpy as np
-from fabric import close_setup, make_setups
-from ranks import Rank
-from horo.core.context import Context
+from ranks import forked
 
-setups = make_setups([2], stall_warning_ms=0)
-child = os.fork()
-me = 1 if child == 0 else 0
-close_setup(setups[1 - me])
-rank = Rank(Context(setups[me]))
+rank, others = forked([2], stall_warning_ms=0)
 array = np.ones(1)
-if me == 1:
+if rank.rank == 1:
     sent = rank.send(array, 0)
     rank.finish(rank.send(array, 0, 7))
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -421,14 +409,14 @@ if me == 1:
     print("finished", flush=True)
     os._exit(0)
 rank.finish(rank.receive(array, 1, 7))
-os.waitpid(child, os.WUNTRACED)
+os.waitpid(others[1], os.WUNTRACED)
 full = [np.ones(1000, np.int32) for _ in range(30)]
 for each in full:  # more than the ring takes: what comes behind waits for room
     rank.send(each, 1, 1)
 rank.finish(rank.receive(array, 1))
-threading.Timer(0.3, os.kill, (child, signal.SIGCONT)).start()
+threading.Timer(0.3, os.kill, (others[1], signal.SIGCONT)).start()
 rank.context.destroy()
-os.waitpid(child, 0)
+os.waitpid(others[1], 0)
 """
 
 
@@ -439,38 +427,29 @@ def test_a_rank_that_leaves_tells_the_sender_that_it_has_all() -> None:
 LEAVER_BEHIND_A_LEADER = """
 import os, signal, threading
 import numpy as np
-from fabric import close_setup, make_setups
-from ranks import Rank
-from horo.core.context import Context
+from ranks import forked
 from horo.errors import AbortedError
 
-setups = make_setups([1, 2], stall_warning_ms=0)
-sender, leader = os.fork(), 0
-if sender:
-    leader = os.fork()
-me = 0 if not sender else 1 if not leader else 2
-for other in {0, 1, 2} - {me}:
-    close_setup(setups[other])
-rank = Rank(Context(setups[me]))
+rank, others = forked([1, 2], 2, stall_warning_ms=0)
 array = np.ones(1)
-if me == 0:
+if rank.rank == 0:
     sent = [rank.send(array, 2) for _ in range(100)]
     rank.finish(rank.send(array, 2, 7), *sent)
     print("finished", flush=True)
     os._exit(0)
-if me == 1:
+if rank.rank == 1:
     try:
         rank.finish(rank.receive(array, 0, 1))
     except AbortedError:
         os._exit(0)
 rank.finish(rank.receive(array, 0, 7))
-os.kill(leader, signal.SIGSTOP)
-os.waitpid(leader, os.WUNTRACED)
+os.kill(others[1], signal.SIGSTOP)
+os.waitpid(others[1], os.WUNTRACED)
 rank.finish(*(rank.receive(array, 0) for _ in range(100)))
-threading.Timer(0.3, os.kill, (leader, signal.SIGCONT)).start()
+threading.Timer(0.3, os.kill, (others[1], signal.SIGCONT)).start()
 rank.context.destroy()
-os.waitpid(leader, 0)
-os.waitpid(sender, 0)
+for process in others.values():
+    os.waitpid(process, 0)
 """
 
 

@@ -41,6 +41,17 @@ def test_a_request_outlives_what_it_carries(native: ModuleType) -> None:
     assert native.lib.shim_request_outlives_cargo() == 1
 
 
+# ---- The time for which data moved while a thread waited, from tick 100 to 200 ----
+
+
+@pytest.mark.parametrize(("begin", "end", "moved"), [(50, 120, 20), (110, 150, 40), (110, 0, 90), (205, 0, 0)])
+def test_data_moves_for_the_part_of_a_batch_that_lies_in_a_wait(
+    native: ModuleType, begin: int, end: int, moved: int
+) -> None:
+    """At 205 the waiting thread has read the clock for the last time."""
+    assert native.lib.shim_meter(begin, end) == moved
+
+
 # ---- The memory and the wake-up descriptors that ranks of a host share ----
 
 

@@ -51,8 +51,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("segment", [4096, 3 * 4096, 1 << 18])
-@pytest.mark.parametrize("page", [1 << 14, 1 << 16])
+@pytest.mark.parametrize(("page", "segment"), [(1 << 14, 4096), (1 << 16, 3 * 4096), (1 << 14, 1 << 18)])
 def test_ranks_share_memory_in_larger_pages(tmp_path: Path, page: int, segment: int) -> None:
     double = build_double("libpages.so", tmp_path, PAGE_BYTES=page)
     preload = ":".join(filter(None, [os.environ.get("LD_PRELOAD"), str(double)]))

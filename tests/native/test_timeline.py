@@ -166,7 +166,7 @@ def lost_in(events: list[dict[str, Any]]) -> list[int]:
 
 
 def test_more_than_the_ring_holds_is_said_to_be_lost(timeline: Recorded) -> None:
-    count = 300_000  # each two records, of which the ring holds 65,536
+    count = 100_000  # each two records, of which the ring holds 65,536
     timeline.lib.shim_recorder_claim(timeline.recorder)  # who writes the file waits for this one
     timeline.lib.shim_recorder_add_requests(timeline.recorder, count)
     events = timeline.stop()

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import ModuleType
 
 import numpy as np
@@ -75,7 +75,7 @@ def test_a_wait_ended_early_goes_on_until_the_result(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(_core, "_SIGNAL_CHECK_MS", check_ms)
 
     def body(rank: Rank) -> None:
-        for turn in range(50):
+        for turn in range(20):
             mine = np.full((rows, 2), 10 * turn + rank.rank, np.int32)
             output = np.full((3 * rank.size, 2), -1, np.int32)
             (tensor,) = describe([mine], [output])
@@ -190,7 +190,8 @@ def test_each_waiter_returns_when_the_request_is_done(hosts: list[int], way: str
             if way == "release":
                 wait_for(lambda: rank.context.release_if_done(handle))
             else:
-                rank.context.finish_or_keep(handle)
+                with suppress(UsageError):  # one that finishes may have released it
+                    rank.context.finish_or_keep(handle)
             following = rank.submit("allreduce", "b", [np.ones(4)], reduce_op=SUM)
             waiters.await_all()
             assert waiters.outcomes == [None] * WAITERS

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -114,9 +114,14 @@ class WithoutCheck:
         return getattr(self._store, name)
 
 
-@pytest.fixture(params=[False, True], ids=["check", "no-check"])
-def older(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
+@pytest.fixture(params=["horo's", "torch's", "torch's without check"])
+def clients(request: pytest.FixtureRequest, torch_server: Any) -> Iterator[Callable[[], Any]]:
+    """Makes a client of a store: each kind keeps the same promises."""
+    if "torch" in request.param:
+        yield lambda: torch_client_of(torch_server, older="without" in request.param)
+        return
+    with StoreServer(["127.0.0.1"], SECRET) as server, ExitStack() as stack:
+        yield lambda: stack.enter_context(StoreClient(*server.endpoints[0], SECRET, 10))
 
 
 def torch_client_of(server: Any, *, older: bool = False) -> TorchStore:
@@ -133,8 +138,9 @@ def test_waiting_for_a_late_rank_writes_nothing(torch_server: Any, capfd: pytest
     assert capfd.readouterr() == ("", "")
 
 
-def test_values_counters_and_deletion(torch_server: Any, older: bool) -> None:
-    one, other = torch_client_of(torch_server, older=older), prefixed(torch_client_of(torch_server, older=older), "p/")
+def test_values_counters_and_deletion(clients: Callable[[], Any]) -> None:
+    one, other = clients(), prefixed(clients(), "p/")
+    one.set("a", b"of another")
     one.set("p/a", b"\x00\xff")
     one.set("p/empty", b"")
     # torch's store answers no set(): another client may look before the value is there.
@@ -144,15 +150,15 @@ def test_values_counters_and_deletion(torch_server: Any, older: bool) -> None:
     with pytest.raises(StoreTimeoutError) as caught:
         other.get_many(["a", "empty", "b"], 0.05)
     assert caught.value.missing == ["a", "b"]
-    assert other.get("empty", 1) == b""
+    assert (other.get("empty", 1), one.get("a", 1)) == (b"", b"of another")
 
 
-def test_wait_ends_with_the_value_or_with_the_unless_key(torch_server: Any, older: bool) -> None:
-    reader, writer = torch_client_of(torch_server, older=older), torch_client_of(torch_server)
-    found: list[bytes] = []
+def test_wait_ends_with_the_values_or_with_the_unless_key(clients: Callable[[], Any]) -> None:
+    reader, writer = clients(), clients()
+    found: list[Any] = []
 
     def read() -> None:
-        found.append(reader.get("late", 10, unless="failed"))
+        found.append(reader.get_many(["late", "later", "late"], 10, unless="failed"))
         try:
             reader.get("never", 10, unless="failed")
         except StoreAbandonedError as error:
@@ -160,11 +166,14 @@ def test_wait_ends_with_the_value_or_with_the_unless_key(torch_server: Any, olde
 
     thread = threading.Thread(target=read)
     thread.start()
+    writer.set("later", b"2")
     writer.set("late", b"1")
-    wait_until(lambda: found == [b"1"], "it is found")
+    wait_until(lambda: found == [[b"1", b"2", b"1"]], "they are found")
     writer.set("failed", b"rank 3")
     thread.join(20)
-    assert found == [b"1", b"rank 3"]
+    assert found[1:] == [b"rank 3"]
+    with pytest.raises(StoreAbandonedError):  # as it is there already
+        writer.get("never", 10, unless="failed")
 
 
 def test_store_that_is_gone_is_a_lost_peer() -> None:

@@ -1,7 +1,8 @@
 """Stacks of threads, at which a report looks; and signal handlers that call horo in the midst of a call of horo."""
 
+import contextlib
 import gc
-import subprocess
+import io
 import sys
 import threading
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from jobs import as_users_start, run_python
+from rank_pool import RankPool
 
 import horo
 from horo.diagnostics import deadlock
@@ -234,15 +236,26 @@ INTERRUPTIONS = {
 }
 
 
-def run(handler: str, program: str, environment: dict[str, str] | None = None) -> tuple[int, str, str]:
-    command = [sys.executable, "-c", INTERRUPTED.format(handler=handler, program=program)]
-    done = subprocess.run(command, check=False, timeout=60, capture_output=True, text=True, env=environment)
-    return done.returncode, done.stdout, done.stderr
+def run(handler: str, program: str) -> tuple[object, str]:
+    """With what a process that has imported torch before gives ``sys.exit()``, and what it prints."""
+
+    def run_here(code: str) -> tuple[object, str]:
+        printed = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(printed):
+                exec(code, {"__name__": "__main__"})
+        except SystemExit as end:
+            return end.code, printed.getvalue()
+        return 0, printed.getvalue()
+
+    with RankPool(1, init=False) as pool:
+        (ended,) = pool.run(run_here, INTERRUPTED.format(handler=handler, program=program))
+    return ended  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("place", INTERRUPTIONS)
 def test_a_signal_handler_may_do_what_it_has_interrupted(place: str) -> None:
-    assert run(*INTERRUPTIONS[place]) == (1, "", "left\n")
+    assert run(*INTERRUPTIONS[place]) == ("left", "")
 
 
 def test_a_shutdown_that_a_handler_has_ended_by_an_exception_is_done_at_exit() -> None:
@@ -253,7 +266,8 @@ runtime, forget = _runtime.current(), log_lines.LogLines.forget_context
 log_lines.LogLines.forget_context = lambda self: (interrupt(), forget(self))
 hvd.shutdown()
 """
-    assert run("pass", program, as_users_start()) == (1, "True\n", "left\n")
+    done = run_python("-c", INTERRUPTED.format(handler="pass", program=program), env=as_users_start())
+    assert (done.returncode, done.stdout, done.stderr) == (1, "True\n", "left\n")
 
 
 def test_a_shutdown_goes_on_behind_a_handler_that_has_done_it() -> None:
@@ -271,7 +285,7 @@ _runtime.Runtime.forked = Forked()
 hvd.shutdown()
 assert not signals and not hvd.is_initialized()
 """
-    assert run("hvd.shutdown(); return", program) == (0, "", "")
+    assert run("hvd.shutdown(); return", program) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -303,7 +317,7 @@ assert hvd.allreduce(torch.ones(1)).item() == 1
 hvd.shutdown()
 """
     told = f"init() was called while {interrupted} was at work, by a signal handler perhaps: call it behind that\n"
-    assert run(handler, program) == (0, told, "")
+    assert run(handler, program) == (0, told)
 
 
 def test_an_init_within_one_that_is_done_does_nothing() -> None:
@@ -313,4 +327,4 @@ lifecycle.register_all = lambda *_: interrupt()
 hvd.init(process_sets=[[0]])
 assert not signals and hvd.is_initialized()
 """
-    assert run("hvd.init(); return", program) == (0, "", "")
+    assert run("hvd.init(); return", program) == (0, "")

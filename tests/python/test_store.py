@@ -47,45 +47,6 @@ def raw(server: StoreServer) -> socket.socket:
     return connection
 
 
-def test_get_waits_until_the_last_key_is_there(server: StoreServer) -> None:
-    found: list[list[bytes]] = []
-    with client_of(server) as reader, client_of(server) as writer:
-        thread = threading.Thread(target=lambda: found.append(reader.get_many(["a", "b", "a"], 10)))
-        thread.start()
-        writer.set("b", b"2")
-        writer.set("a", b"1")
-        thread.join(10)
-    assert found == [[b"1", b"2", b"1"]]
-
-
-def test_get_in_vain_names_the_missing_keys(server: StoreServer) -> None:
-    with client_of(server) as client:
-        client.set("b", b"")
-        with pytest.raises(StoreTimeoutError) as caught:
-            client.get_many(["a", "b", "c"], 0.01)
-        assert caught.value.missing == ["a", "c"]
-        assert client.get("b", 1) == b""
-
-
-def test_wait_ends_when_the_unless_key_appears(server: StoreServer) -> None:
-    with client_of(server) as reader, client_of(server) as writer:
-        caught: list[bytes] = []
-
-        def read() -> None:
-            try:
-                reader.get_many(["never"], 10, unless="failed")
-            except StoreAbandonedError as error:
-                caught.append(error.value)
-
-        thread = threading.Thread(target=read)
-        thread.start()
-        writer.set("failed", b"rank 3 ran out of memory")
-        thread.join(10)
-        assert caught == [b"rank 3 ran out of memory"]
-        with pytest.raises(StoreAbandonedError):
-            writer.get("never", 10, unless="failed")
-
-
 def test_add_to_something_else_is_refused_and_changes_nothing(server: StoreServer) -> None:
     with client_of(server) as client:
         client.set("text", b"abc")
@@ -93,20 +54,6 @@ def test_add_to_something_else_is_refused_and_changes_nothing(server: StoreServe
             client.add("text", 1)
         assert client.get("text", 0) == b"abc"
         assert [client.add("n", 400), client.add("n", -1), client.get("n", 0)] == [400, 399, b"399"]
-
-
-def test_prefixed_stores_do_not_see_each_other(server: StoreServer) -> None:
-    with client_of(server) as client:
-        one, other = prefixed(client, "1/"), prefixed(client, "2/")
-        one.set("a", b"one")
-        other.set("a", b"other")
-        assert one.add("n", 1) == other.add("n", 1) == 1
-        assert [one.get("a", 0), other.get("a", 0), client.get("1/a", 0)] == [b"one", b"other", b"one"]
-        other.delete(["a"])
-        with pytest.raises(StoreTimeoutError) as caught:
-            other.get("a", 0)
-        assert caught.value.missing == ["a"]
-        assert one.get("a", 0) == b"one"
 
 
 def test_large_values_pass_and_too_large_ones_are_refused_here(server: StoreServer) -> None:

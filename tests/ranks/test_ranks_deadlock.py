@@ -6,8 +6,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from jobs import TORCH_S, Hororun
 from plain_ranks import PlainRanks
+from rank_pool import on_own
+
+import horo.torch as hvd
+from horo.errors import DeadlockError
 
 UNEVEN = """
 import torch
@@ -47,22 +52,15 @@ def test_fewer_batches_are_reported(hororun: Hororun, tmp_path: Path, workers: i
     assert re.search(rf"^hororun: rank [01] on \w+ ended with {told} \(train\.py, line", done.stderr, re.MULTILINE)
 
 
-OBJECTS = """
-import torch
-import horo.torch as hvd
-hvd.init()
-if hvd.rank() == 0:
-    next(iter(hvd.shard(torch.utils.data.DataLoader(torch.arange(8.0)))))
-hvd.broadcast_object(1, name="settings")
-"""
-
-
-def test_calls_with_objects_have_the_names_that_the_script_gave_them(hororun: Hororun, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(OBJECTS)
-    done = hororun.start("-np", "2", "train.py", cwd=tmp_path).finish(TORCH_S)
-    told = r"DeadlockError: rank 0 waits for 'hvd\.shard' \(train\.py:6\), rank 1 for 'broadcast_object\.settings' \("
-    assert re.search(told, done.stderr), done.stderr
-    assert "-header" not in done.stderr
+@on_own(2, HORO_DEADLOCK_TIME_SECONDS="0.4")
+def test_calls_with_objects_have_the_names_that_the_script_gave_them() -> None:
+    place = r"\(test_ranks_deadlock\.py:\d+\)"
+    told = rf"^rank 0 waits for 'hvd\.shard' {place}, rank 1 for 'broadcast_object\.settings' {place}"
+    with pytest.raises(DeadlockError, match=told) as caught:
+        if hvd.rank() == 0:
+            next(iter(hvd.shard(torch.utils.data.DataLoader(torch.arange(8.0)))))
+        hvd.broadcast_object(1, name="settings")
+    assert "-header" not in str(caught.value)
 
 
 HEAD = """

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool, on
+from rank_pool import on
 from small_model import BrokenBackward, gradients_of, make_batch, make_loss, make_model, mean_gradients
 from torch.utils.data import DataLoader
 
@@ -73,25 +73,17 @@ def test_several_optimizers_step_after_one_backward_also_of_a_rank_that_skips_it
 
 
 @pytest.mark.parametrize("skipped", [0, 1])
-def test_a_rank_that_skips_a_backward_of_one_of_two_optimizers_in_turn_is_an_error_on_all(
-    ranks2: RankPool, skipped: int
-) -> None:
-    def check() -> None:
-        model = hvd.distribute(make_model())
-        optimizers = [torch.optim.SGD(model[index].parameters(), lr=0.5) for index in (0, 2)]
-
-        def train() -> None:
-            for step in range(3):
-                for number, optimizer in enumerate(optimizers):
-                    optimizer.zero_grad()
-                    if (step, number, hvd.rank()) != (1, skipped, 1):
-                        make_loss(model, hvd.rank(), step).backward()
-                    optimizer.step()
-
-        with pytest.raises(hvd.UsageError, match=r"rank 1 has called step\(\) of more optimizers of the model"):
-            train()
-
-    ranks2.run(check)
+@on("ranks2")
+def test_a_rank_that_skips_a_backward_of_one_of_two_optimizers_in_turn_is_an_error_on_all(skipped: int) -> None:
+    model = hvd.distribute(make_model())
+    optimizers = [torch.optim.SGD(model[index].parameters(), lr=0.5) for index in (0, 2)]
+    with pytest.raises(hvd.UsageError, match=r"rank 1 has called step\(\) of more optimizers of the model"):
+        for step in range(3):
+            for number, optimizer in enumerate(optimizers):
+                optimizer.zero_grad()
+                if (step, number, hvd.rank()) != (1, skipped, 1):
+                    make_loss(model, hvd.rank(), step).backward()
+                optimizer.step()
 
 
 @on("ranks2")
@@ -199,14 +191,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_errors_on_all_ranks(ranks2: RankPool, name: str) -> None:
+@on("ranks2")
+def test_mistakes_are_errors_on_all_ranks(name: str) -> None:
     make, sentence = MISTAKES[name]
-
-    def check() -> None:
-        with pytest.raises(hvd.UsageError, match=sentence):
-            make()
-
-    ranks2.run(check)
+    with pytest.raises(hvd.UsageError, match=sentence):
+        make()
 
 
 @on("ranks2")
@@ -217,36 +206,28 @@ def test_what_a_distributed_model_does_not_do_is_refused() -> None:
         step_of(hvd.distribute(make_model()), hvd.distribute(make_model(1)), closure=lambda: 0.0)
 
 
-def test_a_distributed_model_goes_on_in_the_next_job(fresh2: RankPool) -> None:
-    def check() -> None:
-        hvd.init()
-        model = hvd.distribute(make_model())
+@pytest.mark.parametrize("first", ["distribute", "shard"])
+@on("fresh2")
+def test_a_script_without_init_begins_its_first_job_with_these(first: str) -> None:
+    def begin() -> Any:
+        return hvd.distribute(make_model()) if first == "distribute" else hvd.shard(DataLoader(range(8)))
+
+    model = begin()
+    assert hvd.size() == 2
+    hvd.shutdown()
+    with pytest.raises(NotInitializedError, match=r"call hvd\.init\(\) first"):
+        begin()
+    if first == "distribute":  # and a model goes on in the next jobs
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
+            hvd.init()
             optimizer.zero_grad()
             make_loss(model, hvd.rank()).backward()
             optimizer.step()
+            assert_equal_on_all(model)
+            hvd.barrier()
             hvd.shutdown()
-            hvd.init()
-        assert_equal_on_all(model)
         assert not torch.equal(model[0].weight, make_model()[0].weight)
-
-    fresh2.run(check)
-
-
-@pytest.mark.parametrize("first", ["distribute", "shard"])
-def test_a_script_without_init_begins_its_first_job_with_these(fresh2: RankPool, first: str) -> None:
-    def check() -> None:
-        def begin() -> object:
-            return hvd.distribute(make_model()) if first == "distribute" else hvd.shard(DataLoader(range(8)))
-
-        begin()
-        assert hvd.size() == 2
-        hvd.shutdown()
-        with pytest.raises(NotInitializedError, match=r"call hvd\.init\(\) first"):
-            begin()
-
-    fresh2.run(check)
 
 
 def test_errors_advise_what_a_distributed_model_has() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool, on, one_of
+from rank_pool import RankPool, on, on_own, one_of
 from small_model import (
     assert_close,
     bits_of,
@@ -21,6 +21,7 @@ from small_model import (
 )
 
 import horo.torch as hvd
+from horo.horovod import install
 from horo.torch.engine import runtime
 from horo.torch.optimizer.at_backward import BackwardReducer
 
@@ -251,101 +252,93 @@ def _train(batch: int, steps: int = 5, scale: float = 1.0, **options: Any) -> No
 
 
 @pytest.mark.parametrize("options", [{}, {"groups": 1}, {"op": hvd.Sum, "compression": hvd.Compression.fp16}])
-def test_ranks_with_the_same_samples_are_told_once(ranks2_in_most_orders: RankPool, options: dict[str, Any]) -> None:
-    def check(options: dict[str, Any]) -> list[str]:
-        return _warnings_of(lambda: _train(0, **options))
-
-    first, second = ranks2_in_most_orders.run(check, options)
-    assert second == []
-    (sentence,) = first
-    assert sentence.startswith("all ranks had exactly the same gradients in the first 3 steps")
-    assert "torch.utils.data.DistributedSampler(dataset, hvd.size(), hvd.rank())" in sentence
-    assert "torch.manual_seed(seed + hvd.rank())" in sentence
+@on("ranks2_in_most_orders")
+def test_ranks_with_the_same_samples_are_told_once(options: dict[str, Any]) -> None:
+    seen = _warnings_of(lambda: _train(0, **options))
+    assert len(seen) == (hvd.rank() == 0)
+    for sentence in seen:
+        assert sentence.startswith("all ranks had exactly the same gradients in the first 3 steps")
+        assert "torch.utils.data.DistributedSampler(dataset, hvd.size(), hvd.rank())" in sentence
+        assert "torch.manual_seed(seed + hvd.rank())" in sentence
 
 
-def test_two_of_four_ranks_with_the_same_samples_are_named(ranks4: RankPool) -> None:
-    def check() -> list[str]:
-        return _warnings_of(lambda: _train([0, 1, 2, 1][hvd.rank()]))
-
-    (sentence,), *others = ranks4.run(check)
-    assert others == [[], [], []]
-    assert sentence.startswith("ranks 1, 3 had exactly the same gradients")
+@on("ranks4")
+def test_two_of_four_ranks_with_the_same_samples_are_named() -> None:
+    seen = _warnings_of(lambda: _train([0, 1, 2, 1][hvd.rank()]))
+    wanted = ["ranks 1, 3 had exactly the same gradients"] if hvd.rank() == 0 else []
+    assert [sentence.partition(" in ")[0] for sentence in seen] == wanted
 
 
-def test_ranks_that_differ_are_told_of_nothing(ranks2_in_most_orders: RankPool) -> None:
-    def check() -> list[str]:
-        def no_gradient() -> None:
-            _train(0, scale=0.0)
+@on("ranks2_in_most_orders")
+def test_ranks_that_differ_are_told_of_nothing() -> None:
+    def other_rows() -> None:  # of one table, in which equal values come to different rows
+        torch.manual_seed(1)
+        table = torch.nn.Embedding(3000, 4)
+        optimizer = sgd(table)
+        for step in range(4):
+            optimizer.zero_grad()
+            table(torch.tensor([100 * step + 7 * hvd.rank()])).sum().backward()
+            optimizer.step()
 
-        def other_rows() -> None:  # of one table, in which equal values come to different rows
-            table = torch.nn.Embedding(3000, 4)
-            hvd.broadcast_parameters(table.state_dict(), 0)
-            optimizer = sgd(table)
-            for step in range(4):
-                optimizer.zero_grad()
-                table(torch.tensor([100 * step + 7 * hvd.rank()])).sum().backward()
-                optimizer.step()
+    def unused() -> None:
+        optimizer = sgd(make_model())
+        for _ in range(4):
+            optimizer.step()
 
-        def unused() -> None:
-            optimizer = sgd(make_model())
-            for _ in range(4):
-                optimizer.step()
+    def one_step_differs() -> None:
+        model, optimizer = made()
+        for step in range(4):
+            optimizer.zero_grad()
+            make_loss(model, hvd.rank() * (step == 1), step).backward()
+            optimizer.step()
 
-        def one_step_differs() -> None:
-            model, optimizer = made()
-            for step in range(4):
-                optimizer.zero_grad()
-                make_loss(model, hvd.rank() * (step == 1), step).backward()
-                optimizer.step()
-
-        def not_a_number() -> None:
-            _train(0, scale=float("nan"))
-
-        return [
-            sentence
-            for train in (lambda: _train(hvd.rank()), no_gradient, other_rows, unused, one_step_differs, not_a_number)
-            for sentence in _warnings_of(train)
-        ]
-
-    assert ranks2_in_most_orders.run(check) == [[], []]
+    scaled = [lambda scale=scale: _train(0, scale=scale) for scale in (0.0, float("nan"))]  # no gradient, no number
+    for each in (lambda: _train(hvd.rank()), other_rows, unused, one_step_differs, *scaled):
+        assert _warnings_of(each) == []
 
 
-def test_sparse_gradients_of_the_same_rows_are_found(ranks2_in_most_orders: RankPool) -> None:
-    def check() -> list[str]:
-        def train() -> None:
-            table = torch.nn.Embedding(6, 2, sparse=True)
-            hvd.broadcast_parameters(table.state_dict(), 0)
-            optimizer = sgd(table)
-            for step in range(4):
-                optimizer.zero_grad()
-                table(torch.tensor([step])).square().sum().backward()
-                optimizer.step()
+@on("ranks2_in_most_orders")
+def test_sparse_gradients_of_the_same_rows_are_found() -> None:
+    def train() -> None:
+        table = torch.nn.Embedding(6, 2, sparse=True)
+        hvd.broadcast_parameters(table.state_dict(), 0)
+        optimizer = sgd(table)
+        for step in range(4):
+            optimizer.zero_grad()
+            table(torch.tensor([step])).square().sum().backward()
+            optimizer.step()
 
-        return _warnings_of(train)
-
-    first, second = ranks2_in_most_orders.run(check)
-    assert len(first) == 1
-    assert second == []
+    assert len(_warnings_of(train)) == (hvd.rank() == 0)
 
 
+@on_own(2, HORO_FIRST_CHECKS="0")
 def test_the_first_checks_can_be_left_out() -> None:
-    def check() -> list[str]:
-        def train() -> None:
-            model = make_model(seed=1 + hvd.rank())  # would be refused
-            optimizer = sgd(model)
-            for _ in range(4):
-                optimizer.zero_grad()
-                model[2](torch.ones(1, 6, dtype=torch.float64)).sum().backward()
-                optimizer.step()
+    def train() -> None:
+        model = make_model(seed=1 + hvd.rank())  # would be refused
+        optimizer = sgd(model)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model[2](torch.ones(1, 6, dtype=torch.float64)).sum().backward()
+            optimizer.step()
 
-        counters = runtime.current().core.counters
-        before = counters()["requests"]
-        seen = _warnings_of(train)
-        assert counters()["requests"] - before == 4 * 4  # nothing but the gradients
-        return seen
+    counters = runtime.current().core.counters
+    before = counters()["requests"]
+    assert _warnings_of(train) == []
+    assert counters()["requests"] - before == 4 * 4  # nothing but the gradients
 
-    with RankPool(2, environment={"HORO_FIRST_CHECKS": "0"}) as pool:
-        assert pool.run(check) == [[], []]
+
+@on_own(2)
+def test_a_script_of_horovods_is_warned_once_where_ranks_begin_apart() -> None:
+    def train() -> None:
+        model = make_model(seed=hvd.rank())
+        optimizer = sgd(model)
+        for step in range(2):
+            take_step(model, optimizer, step)
+            optimizer.zero_grad()
+
+    install()
+    told = [each for each in _warnings_of(train) if "is not equal on all ranks before the first step" in each]
+    assert len(told) == 1
 
 
 @pytest.fixture(scope="module")

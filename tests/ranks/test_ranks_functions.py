@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # ranks get functions without what classes in them are annotated by
 
+import copy
 import threading
 import warnings
 from collections import OrderedDict
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool, on, on_own
+from rank_pool import on, on_own
 
 import horo.torch as hvd
 from horo.errors import MismatchError, UsageError
@@ -56,32 +57,23 @@ def test_many_tensors_travel_in_few_requests_and_large_ones_in_several() -> None
             tensor.fill_(hvd.rank())
 
 
-def test_models_that_differ_are_refused_with_the_first_difference(ranks: RankPool) -> None:
-    def check() -> list[str]:
-        last = hvd.rank() == hvd.size() - 1
-        texts = []
-        for theirs in (
-            {"a": torch.zeros(2), "b": torch.zeros(3)},
-            {"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.float64)},
-            {"a": torch.zeros(2), "c": torch.zeros(2)},
-            {"a": torch.zeros(2)},
-        ):
-            ours = {"a": torch.ones(2), "b": torch.ones(2)}
-            with pytest.raises(MismatchError) as caught:
-                hvd.broadcast_parameters(theirs if last else ours, root_rank=0)
-            assert isinstance(caught.value, hvd.HorovodInternalError)
-            texts.append(str(caught.value))
-        assert torch.equal(ours["a"], torch.ones(2))
-        assert hvd.allreduce(torch.ones(1)).item() == 1.0  # and the job goes on
-        return texts
-
-    n = ranks.size
-    for texts in ranks.run(check):
+@on("ranks")
+def test_models_that_differ_are_refused_with_the_first_difference() -> None:
+    last = hvd.size() - 1
+    for theirs, shown in (
+        ({"b": torch.zeros(3)}, "'b' float32 [3]"),
+        ({"b": torch.zeros(2, dtype=torch.float64)}, "'b' float64 [2]"),
+        ({"c": torch.zeros(2)}, "'c' float32 [2]"),
+        ({}, "nothing more"),
+    ):
+        ours = {"a": torch.ones(2), "b": torch.ones(2)}
+        with pytest.raises(MismatchError) as caught:
+            hvd.broadcast_parameters({"a": torch.zeros(2), **theirs} if hvd.rank() == last else ours, root_rank=0)
+        assert isinstance(caught.value, hvd.HorovodInternalError)
         start = "broadcast_parameters: entry 1 is 'b' float32 [2] on rank 0, "
-        assert texts == [
-            f"{start}{theirs} on rank {n - 1}"
-            for theirs in ("'b' float32 [3]", "'b' float64 [2]", "'c' float32 [2]", "nothing more")
-        ]
+        assert str(caught.value) == f"{start}{shown} on rank {last}"
+        assert torch.equal(ours["a"], torch.ones(2))
+    assert hvd.allreduce(torch.ones(1)).item() == 1.0  # and the job goes on
 
 
 @on("ranks2")
@@ -150,47 +142,43 @@ def _same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer_state_becomes_the_roots_and_parameters_stay(ranks: RankPool, name: str, wrapped: bool) -> None:
-    def check(make: Any, wrapped: bool) -> dict[str, Any]:
-        r, root = hvd.rank(), hvd.size() - 1
-        model = _model(0)
-        before = [p.detach().clone() for p in model.parameters()]
-        optimizer = make(model.parameters())
-        steps = 2 if r == root else r  # rank 0 has no state, others another one
-        for _ in range(steps):
+@on("ranks")
+def test_optimizer_state_becomes_the_roots_and_parameters_stay(name: str, wrapped: bool) -> None:
+    r, root = hvd.rank(), hvd.size() - 1
+    model = _model(0)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer: Any = OPTIMIZERS[name](model.parameters())
+    steps = 2 if r == root else r  # rank 0 has no state, others another one
+    for _ in range(steps):
 
-            def closure() -> torch.Tensor:
-                optimizer.zero_grad()
-                loss = model(torch.full((2, 2, 5, 5), 1.0 + r)).square().mean()
-                loss.backward()
-                return loss
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.full((2, 2, 5, 5), 1.0 + r)).square().mean()
+            loss.backward()
+            return loss
 
-            optimizer.step(closure)
-        with torch.no_grad():
-            for parameter, value in zip(model.parameters(), before, strict=True):
-                parameter.copy_(value)
-        if r == root:
-            for group in optimizer.param_groups:
-                group["lr"] = group["lr"] / 2
-        if wrapped:
-            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-        hvd.broadcast_optimizer_state(optimizer, root_rank=root)
-        assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
-        optimizer.zero_grad()
-        model(torch.ones(2, 2, 5, 5)).square().mean().backward()  # and the state can be used
-        state = optimizer.state_dict()
-        if not wrapped and not isinstance(optimizer, torch.optim.LBFGS):
-            optimizer.step()
-        elif wrapped:
-            optimizer.synchronize()
-        return state
-
-    states = ranks.run(check, OPTIMIZERS[name], wrapped)
-    for state in states[:-1]:
-        assert _same(state, states[-1])
-    assert float(states[0]["param_groups"][0]["lr"]) == pytest.approx(0.05)
+        optimizer.step(closure)
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), before, strict=True):
+            parameter.copy_(value)
+    if r == root:
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] / 2
+    if wrapped:
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    hvd.broadcast_optimizer_state(optimizer, root_rank=root)
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.zero_grad()
+    model(torch.ones(2, 2, 5, 5)).square().mean().backward()  # and the state can be used
+    if wrapped:
+        optimizer.synchronize()
+    elif not isinstance(optimizer, torch.optim.LBFGS):
+        optimizer.step()
+    assert all(_same(state, other) for other in hvd.allgather_object(state))
+    assert float(state["param_groups"][0]["lr"]) == pytest.approx(0.05)
     # SGD of torch 2.1 and 2.2 notes that it has no momentum.
-    values = [value for state in states[0]["state"].values() for value in state.values() if value is not None]
+    values = [value for entries in state["state"].values() for value in entries.values() if value is not None]
     assert bool(values) == (name != "stateless")
 
 

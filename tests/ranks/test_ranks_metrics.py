@@ -17,33 +17,27 @@ import horo.torch as hvd
 from horo.torch.engine import runtime
 
 
-def test_means_are_over_all_samples_of_all_ranks(ranks: RankPool) -> None:
-    def check() -> tuple[dict[str, float], dict[str, float], int]:
-        averages = hvd.MetricAverage("loss", "accuracy", "never")
-        for batch in range(hvd.rank()):  # rank 0 has none, rank 1 one, ...
-            averages.update(batch + 1, loss=torch.tensor(float(hvd.rank()), requires_grad=True), accuracy=batch)
-        averages.update(0, loss=math.nan, accuracy=torch.tensor([math.inf]))
-        before = runtime.current().core.counters()["requests"]
-        first = averages.compute()
-        requests = runtime.current().core.counters()["requests"] - before
-        averages.reset()
-        averages.update(accuracy=torch.tensor([[4]], dtype=torch.int64) + hvd.rank())
-        return first, averages.compute(), requests
-
-    results = ranks.run(check)
-    weights = {rank: [batch + 1 for batch in range(rank)] for rank in range(ranks.size)}
+@on("ranks")
+def test_means_are_over_all_samples_of_all_ranks() -> None:
+    averages = hvd.MetricAverage("loss", "accuracy", "never")
+    for batch in range(hvd.rank()):  # rank 0 has none, rank 1 one, ...
+        averages.update(batch + 1, loss=torch.tensor(float(hvd.rank()), requires_grad=True), accuracy=batch)
+    averages.update(0, loss=math.nan, accuracy=torch.tensor([math.inf]))
+    before = runtime.current().core.counters()["requests"]
+    first = averages.compute()
+    assert runtime.current().core.counters()["requests"] - before == 1
+    weights = {rank: [batch + 1 for batch in range(rank)] for rank in range(hvd.size())}
     total = sum(sum(own) for own in weights.values())
     loss = sum(rank * sum(own) for rank, own in weights.items()) / total
     accuracy = sum(batch * weight for own in weights.values() for batch, weight in enumerate(own)) / total
-    for first, second, requests in results:
-        assert first["loss"] == pytest.approx(loss, rel=1e-12)
-        assert first["accuracy"] == pytest.approx(accuracy, rel=1e-12)
-        assert math.isnan(first["never"])
-        assert list(first) == ["loss", "accuracy", "never"]
-        assert second["accuracy"] == 4 + (ranks.size - 1) / 2
-        assert math.isnan(second["loss"])
-        assert requests == 1
-    assert len({tuple(map(repr, first.values())) for first, _, _ in results}) == 1
+    assert first == pytest.approx({"loss": loss, "accuracy": accuracy, "never": math.nan}, rel=1e-12, nan_ok=True)
+    assert list(first) == ["loss", "accuracy", "never"]
+    assert {repr(told) for told in hvd.allgather_object(first)} == {repr(first)}
+    averages.reset()
+    averages.update(accuracy=torch.tensor([[4]], dtype=torch.int64) + hvd.rank())
+    second = averages.compute()
+    assert second["accuracy"] == 4 + (hvd.size() - 1) / 2
+    assert math.isnan(second["loss"])
 
 
 @on("ranks4")
@@ -110,16 +104,14 @@ def rates(steps: int, calls: int, beside: bool = False) -> list[float]:
     return found
 
 
-def test_the_rate_rises_from_that_of_one_rank_to_that_of_all(ranks: RankPool) -> None:
-    size = ranks.size
+@on("ranks")
+def test_the_rate_rises_from_that_of_one_rank_to_that_of_all() -> None:
+    size = hvd.size()
     expected = [0.5 * (1 + (size - 1) * min(1.0, step / 4)) for step in range(7)]
-    for found in ranks.run(rates, 4, 7):
-        assert found == pytest.approx(expected, rel=1e-9)
-    for found in ranks.run(rates, 0, 2):
-        assert found == pytest.approx([0.5 * size] * 2)
-    expected = [0.5 * (1 + (size - 1) * min(1.0, step / 4)) * (0.1 if step >= 5 else 1) for step in range(7)]
-    for found in ranks.run(rates, 4, 7, True):
-        assert found == pytest.approx(expected, rel=1e-9)
+    assert rates(4, 7) == pytest.approx(expected, rel=1e-9)
+    assert rates(0, 2) == pytest.approx([0.5 * size] * 2)
+    expected = [rate * (0.1 if step >= 5 else 1) for step, rate in enumerate(expected)]
+    assert rates(4, 7, beside=True) == pytest.approx(expected, rel=1e-9)
 
 
 @on("ranks2")

@@ -7,7 +7,7 @@ import gpu_double
 import pytest
 import torch
 from doubles import CUDA, NCCL, build_double
-from rank_pool import RankPool, on
+from rank_pool import RankPool, on, on_own
 
 import horo.torch as hvd
 from horo.errors import HoroError, MismatchError, UnsupportedError, UsageError
@@ -87,26 +87,20 @@ def test_functions_by_nccl(doubles: tuple[str, str]) -> None:
         hvd.allreduce(gpu.put(own, r) if r == 0 else own, op=hvd.Sum)
 
 
-def test_a_tensor_on_another_gpu_is_an_error_that_names_both(pool: RankPool, doubles: tuple[str, str]) -> None:
+@on("pool")
+def test_a_tensor_on_another_gpu_is_an_error_that_names_both(doubles: tuple[str, str]) -> None:
     """Each rank has chosen the GPU of the other one."""
-
-    def check(*paths: str) -> str:
-        gpu, r = gpu_double.load(*paths), hvd.rank()
-        hvd.shutdown()
-        hvd.init(device=f"cuda:{1 - r}")
-        hvd.init(device=1 - r)  # again, which does nothing
-        with pytest.raises(UsageError, match=rf"init\(device='cuda:{r}'\): horo is initialized already, with cuda:"):
-            hvd.init(device=r)
-        with pytest.raises(UsageError) as caught:
-            hvd.allreduce(gpu.put(torch.ones(3), r if r == 1 else 1), name="x")
-        x = gpu.put(torch.full((3,), r + 1.0), 1 - r)
-        assert gpu.read(hvd.allreduce(x, op=hvd.Sum)).tolist() == [3, 3, 3]
-        return str(caught.value)
-
-    words = pool.run(check, *doubles)
-    assert "its tensors are on cuda:1, and NCCL was set up for cuda:0" in words[1]
-    assert words[0].startswith("rank 1 (")
-    assert words[0].endswith(words[1])
+    gpu, r = gpu_double.load(*doubles), hvd.rank()
+    hvd.shutdown()
+    hvd.init(device=f"cuda:{1 - r}")
+    hvd.init(device=1 - r)  # again, which does nothing
+    with pytest.raises(UsageError, match=rf"init\(device='cuda:{r}'\): horo is initialized already, with cuda:"):
+        hvd.init(device=r)
+    said = "its tensors are on cuda:1, and NCCL was set up for cuda:0"
+    with pytest.raises(UsageError, match=said if r == 1 else rf"^rank 1 \(.*{said}"):
+        hvd.allreduce(gpu.put(torch.ones(3), 1), name="x")
+    x = gpu.put(torch.full((3,), r + 1.0), 1 - r)
+    assert gpu.read(hvd.allreduce(x, op=hvd.Sum)).tolist() == [3, 3, 3]
 
 
 def test_a_rank_without_nccl_ends_init_on_all(doubles: tuple[str, str]) -> None:
@@ -126,36 +120,26 @@ def test_a_rank_without_nccl_ends_init_on_all(doubles: tuple[str, str]) -> None:
     assert "no usable NCCL: " in words
 
 
+@on_own(1, init=False, **BY_NCCL)
 def test_a_rank_alone_joins(doubles: tuple[str, str]) -> None:
-    def check(*paths: str) -> None:
-        gpu = gpu_double.load(*paths)
-        hvd.init()
-        assert gpu.read(hvd.allreduce(gpu.put(torch.ones(3)), op=hvd.Sum)).tolist() == [1, 1, 1]
-        assert hvd.join() == 0
-
-    pool = RankPool(1, init=False, environment=BY_NCCL)
-    pool.run(check, *doubles)
-    pool.close()
+    gpu = gpu_double.load(*doubles)
+    hvd.init()
+    assert gpu.read(hvd.allreduce(gpu.put(torch.ones(3)), op=hvd.Sum)).tolist() == [1, 1, 1]
+    assert hvd.join() == 0
 
 
-def test_a_first_call_that_one_rank_refuses_fails_on_all(pool: RankPool, doubles: tuple[str, str]) -> None:
+@on("pool")
+def test_a_first_call_that_one_rank_refuses_fails_on_all(doubles: tuple[str, str]) -> None:
     """That rank goes on in host memory: nobody waits for its first tensor on a GPU."""
-
-    def check(*paths: str) -> str:
-        gpu, r = gpu_double.load(*paths), hvd.rank()
-        with pytest.raises(UsageError) as caught:
-            hvd.broadcast(gpu.put(torch.ones(3), r), 7 if r == 1 else 0, name="x")
-        with pytest.raises(MismatchError, match="sent it on the GPU that NCCL uses"):
-            hvd.allreduce(gpu.put(torch.ones(3), r) if r == 0 else torch.ones(3), name="y")
-        assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [2, 2, 2]
-        assert gpu.read(hvd.allreduce(gpu.put(torch.ones(3), r), op=hvd.Sum)).tolist() == [2, 2, 2]
-        assert gpu.launched() == 1
-        return str(caught.value)
-
-    words = pool.run(check, *doubles)
-    assert "root_rank 7 is not a rank of this job" in words[1]
-    assert words[0].startswith("rank 1 (")
-    assert words[0].endswith(words[1])
+    gpu, r = gpu_double.load(*doubles), hvd.rank()
+    said = "root_rank 7 is not a rank of this job"
+    with pytest.raises(UsageError, match=said if r == 1 else rf"^rank 1 \(.*{said}"):
+        hvd.broadcast(gpu.put(torch.ones(3), r), 7 if r == 1 else 0, name="x")
+    with pytest.raises(MismatchError, match="sent it on the GPU that NCCL uses"):
+        hvd.allreduce(gpu.put(torch.ones(3), r) if r == 0 else torch.ones(3), name="y")
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [2, 2, 2]
+    assert gpu.read(hvd.allreduce(gpu.put(torch.ones(3), r), op=hvd.Sum)).tolist() == [2, 2, 2]
+    assert gpu.launched() == 1
 
 
 @on("pool")

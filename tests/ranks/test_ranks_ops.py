@@ -1,14 +1,13 @@
 """Collectives between real processes: known answers for every operation, form and dtype that torch has."""
 
 import copy
-import ctypes
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from jobs import wait_until
-from rank_pool import RankPool, on, on_own
+from rank_pool import on, on_own
 from torch.distributed import ReduceOp
 
 import horo.torch as hvd
@@ -24,16 +23,14 @@ def _values(rank: int, dtype: torch.dtype, shape: tuple[int, ...] = (3, 5)) -> t
     return ((torch.arange(count).reshape(shape) + 3 * rank) % 4 + 1).to(dtype)
 
 
-def test_ranks_are_numbered_on_one_host(ranks: RankPool) -> None:
-    def check() -> tuple[int, ...]:
-        assert hvd.is_initialized()
-        assert hvd.is_homogeneous()
-        assert hvd.global_process_set.ranks == list(range(hvd.size()))
-        assert hvd.global_process_set.rank() == hvd.rank()
-        return hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
-
-    n = ranks.size
-    assert ranks.run(check) == [(rank, n, rank, n, 0, 1) for rank in range(n)]
+@on("ranks")
+def test_ranks_are_numbered_on_one_host() -> None:
+    assert hvd.is_initialized()
+    assert hvd.is_homogeneous()
+    own = [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()]
+    n = hvd.global_process_set.size()
+    assert hvd.allgather_object(own) == [[rank, n, rank, n, 0, 1] for rank in range(n)]
+    assert (hvd.global_process_set.ranks, hvd.global_process_set.rank()) == (list(range(n)), hvd.rank())
 
 
 def _expected(op: int, dtype: torch.dtype) -> torch.Tensor:
@@ -81,15 +78,12 @@ def test_reductions_of_torch_are_taken_by_their_names() -> None:
         assert optimizer.op is (hvd.Sum if op == ReduceOp.SUM else hvd.Average)
 
 
-def test_bool_reduces_as_and_or(ranks2: RankPool) -> None:
-    def check() -> dict[str, list[bool]]:
-        own = torch.tensor([[False, False, True, True], [False, True, False, True]][hvd.rank()])
-        ops = {"sum": hvd.Sum, "max": hvd.Max, "min": hvd.Min, "product": hvd.Product}
-        return {name: hvd.allreduce(own, op=op).tolist() for name, op in ops.items()}
-
+@on("ranks2")
+def test_bool_reduces_as_and_or() -> None:
+    own = torch.tensor([[False, False, True, True], [False, True, False, True]][hvd.rank()])
     either, both = [False, True, True, True], [False, False, False, True]
-    expected = {"sum": either, "max": either, "min": both, "product": both}
-    assert ranks2.run(check) == [expected, expected]
+    for op, expected in ((hvd.Sum, either), (hvd.Max, either), (hvd.Min, both), (hvd.Product, both)):
+        assert hvd.allreduce(own, op=op).tolist() == expected
 
 
 @on("ranks2")
@@ -158,26 +152,20 @@ def test_no_rank_leaves_a_barrier_of_several_hosts_before_the_last_has_come(tmp_
         assert come(late) == 4
 
 
-def test_compressed_results_are_the_same_bits_everywhere_and_those_of_16_bit_tensors(ranks: RankPool) -> None:
+@on("ranks")
+def test_compressed_results_are_the_same_bits_everywhere_and_those_of_16_bit_tensors() -> None:
     """Rounded, reduced and widened: as if the tensors had been of that dtype, to the last bit."""
-
-    def check() -> list[bytes]:
-        results = []
-        generator = torch.Generator().manual_seed(hvd.rank())
-        for compression, dtype in ((hvd.Compression.fp16, torch.float16), (hvd.Compression.bf16, torch.bfloat16)):
-            for count in (3, 5000, 400_001):
-                for wide in (torch.float32, torch.float64):
-                    own = torch.randn(count, generator=generator, dtype=wide)
-                    kept = own.clone()
-                    result = hvd.allreduce(own, compression=compression)
-                    assert torch.equal(own, kept)
-                    assert torch.equal(result, hvd.allreduce(own.to(dtype)).to(wide))
-                    # Not numpy(), which torch 2.1 and 2.2 do not have beside numpy 2.
-                    results.append(ctypes.string_at(result.data_ptr(), result.nbytes))
-        return results
-
-    first, *others = ranks.run(check)
-    assert all(other == first for other in others)
+    generator = torch.Generator().manual_seed(hvd.rank())
+    for compression, dtype in ((hvd.Compression.fp16, torch.float16), (hvd.Compression.bf16, torch.bfloat16)):
+        for count in (3, 5000, 400_001):
+            for wide in (torch.float32, torch.float64):
+                own = torch.randn(count, generator=generator, dtype=wide)
+                kept = own.clone()
+                result = hvd.allreduce(own, compression=compression)
+                assert torch.equal(own, kept)
+                assert torch.equal(result, hvd.allreduce(own.to(dtype)).to(wide))
+                bits = result.view(torch.uint8)
+                assert all(torch.equal(bits, other) for other in hvd.allgather(bits[None]))
 
 
 NAMES = [

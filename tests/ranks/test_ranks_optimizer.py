@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool, on, one_of
+from rank_pool import on, one_of
 from small_model import (
     assert_close,
+    bits_of,
     gradients_of,
     made,
     make_loss,
@@ -71,33 +72,29 @@ def test_every_optimizer_of_torch_steps_as_alone_and_keeps_its_class(name: str) 
             optimizer.load_state_dict(torch.load(file))
 
 
-def test_lbfgs_takes_the_same_path_on_all_ranks(ranks: RankPool) -> None:
-    def check() -> list[torch.Tensor]:
-        n, r = hvd.size(), hvd.rank()
+@on("ranks")
+def test_lbfgs_takes_the_same_path_on_all_ranks() -> None:
+    n, r = hvd.size(), hvd.rank()
 
-        def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> None:
-            def closure() -> float:
-                optimizer.zero_grad()
-                value = loss()
-                value.backward()
-                return float(value)
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> None:
+        def closure() -> float:
+            optimizer.zero_grad()
+            value = loss()
+            value.backward()
+            return float(value)
 
-            for _ in range(3):
-                optimizer.step(closure)
+        for _ in range(3):
+            optimizer.step(closure)
 
-        def make(model: torch.nn.Module) -> torch.optim.LBFGS:
-            return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5, line_search_fn="strong_wolfe")
+    def make(model: torch.nn.Module) -> torch.optim.LBFGS:
+        return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5, line_search_fn="strong_wolfe")
 
-        model, alone = make_model(), make_model()
-        train(model, hvd.DistributedOptimizer(make(model), model.named_parameters()), lambda: make_loss(model, r))
-        train(alone, make(alone), lambda: sum(make_loss(alone, k) for k in range(n)) / n)
-        for one, other in zip(model.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
-        return [p.detach() for p in model.parameters()]
-
-    results = ranks.run(check)
-    for result in results:
-        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+    model, alone = make_model(), make_model()
+    train(model, hvd.DistributedOptimizer(make(model), model.named_parameters()), lambda: make_loss(model, r))
+    train(alone, make(alone), lambda: sum(make_loss(alone, k) for k in range(n)) / n)
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+    assert hvd.allgather_object(bits_of(model)) == [bits_of(model)] * n
 
 
 @on("ranks2_in_most_orders")
@@ -180,25 +177,22 @@ def test_gradients_set_by_hand_are_reduced_at_the_step() -> None:
     assert_close(gradients_of(model), wanted)
 
 
-def test_one_optimizer_may_compress_gradients_of_several_dtypes_in_groups_and_alone(ranks2: RankPool) -> None:
+@pytest.mark.parametrize("groups", [None, 2])
+@on("ranks2")
+def test_one_optimizer_may_compress_gradients_of_several_dtypes_in_groups_and_alone(groups: int | None) -> None:
     """float32 and float64 travel as float16, which cannot hold 2^-12 beside 1; bfloat16 travels as it is."""
-
-    def check(groups: int | None) -> None:
-        dtypes = [torch.float32, torch.float64, torch.bfloat16]
-        parameters = [torch.nn.Parameter(torch.zeros(count, dtype=dtype)) for dtype in dtypes for count in (3, 5000)]
-        named = [(f"p{index}", parameter) for index, parameter in enumerate(parameters)]
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(parameters, lr=1.0), named, compression=hvd.Compression.fp16, groups=groups
-        )
-        sum((p * (1 + 2.0**-12) * (hvd.rank() + 1)).sum().double() for p in parameters).backward()
-        memory = [p.grad.data_ptr() for p in parameters if p.grad is not None]
-        optimizer.step()
-        assert [p.grad.data_ptr() for p in parameters if p.grad is not None] == memory
-        for parameter in parameters:
-            assert (parameter.grad == 1.5).all()
-
-    for groups in (None, 2):
-        ranks2.run(check, groups)
+    dtypes = [torch.float32, torch.float64, torch.bfloat16]
+    parameters = [torch.nn.Parameter(torch.zeros(count, dtype=dtype)) for dtype in dtypes for count in (3, 5000)]
+    named = [(f"p{index}", parameter) for index, parameter in enumerate(parameters)]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(parameters, lr=1.0), named, compression=hvd.Compression.fp16, groups=groups
+    )
+    sum((p * (1 + 2.0**-12) * (hvd.rank() + 1)).sum().double() for p in parameters).backward()
+    memory = [p.grad.data_ptr() for p in parameters if p.grad is not None]
+    optimizer.step()
+    assert [p.grad.data_ptr() for p in parameters if p.grad is not None] == memory
+    for parameter in parameters:
+        assert (parameter.grad == 1.5).all()
 
 
 @on("ranks2")

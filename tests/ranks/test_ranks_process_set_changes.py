@@ -10,7 +10,7 @@ import pytest
 import torch
 from interrupts import interrupt
 from jobs import wait_until
-from rank_pool import RankPool, on
+from rank_pool import RankPool, on, on_own
 
 import horo.torch as hvd
 from horo.core.signal_safe_call import ThreadCall
@@ -171,27 +171,21 @@ def test_a_job_ends_though_an_exception_has_left_a_change(ranks_per_host: int) -
         pool.run(_leave_and_start_again)
 
 
+@on_own(2, HORO_DEADLOCK_TIME_SECONDS="0.5")
 def test_a_thread_that_waits_for_its_turn_counts_as_waiting() -> None:
     """Rank 0 adds in one thread and then in another, rank 1 waits for something else: nobody can go on."""
-
-    def check() -> str:
-        hvd.init()
-        others = []
-        if hvd.rank() == 0:
-            for ranks in ([0], [1]):
-                others.append(threading.Thread(target=_swallow, args=(ranks,)))
-                others[-1].start()
-        with pytest.raises(DeadlockError) as error:
-            hvd.allreduce(torch.ones(1), name=f"of {hvd.rank()}")
-        for thread in others:
-            thread.join(DEADLINE_S)
-            assert not thread.is_alive()
-        return str(error.value)
-
-    with RankPool(2, init=False, environment={"HORO_DEADLOCK_TIME_SECONDS": "0.5"}) as pool:
-        for told in pool.run(check):
-            assert "'add_process_set' (test_ranks_process_set_changes.py:" in told
-            assert "'allreduce.of 0' (test_ranks_process_set_changes.py:" in told
+    others = []
+    if hvd.rank() == 0:
+        for ranks in ([0], [1]):
+            others.append(threading.Thread(target=_swallow, args=(ranks,)))
+            others[-1].start()
+    with pytest.raises(DeadlockError) as error:
+        hvd.allreduce(torch.ones(1), name=f"of {hvd.rank()}")
+    for thread in others:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+    for told in ("'add_process_set'", "'allreduce.of 0'"):
+        assert f"{told} (test_ranks_process_set_changes.py:" in str(error.value)
 
 
 def _swallow(ranks: list[int]) -> None:

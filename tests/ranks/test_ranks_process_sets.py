@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_pool import RankPool, on
+from rank_pool import on, on_own
 from small_model import make_batch, make_loss, make_model
 
 import horo.torch as hvd
@@ -200,28 +200,24 @@ def test_a_set_with_an_operation_in_progress_is_not_removed() -> None:
 
 
 @pytest.mark.parametrize("form", ["sets", "lists", "dynamic"])
+@on_own(3, init=False)
 def test_init_registers_sets_each_time(form: str) -> None:
-    def check() -> None:
-        members = [hvd.ProcessSet([0]), hvd.ProcessSet([1, 2])]
-        assert [item.process_set_id for item in members] == [None, None]
-        for _ in range(3):
-            hvd.init(process_sets={"sets": members, "lists": [[0], (2, 1)], "dynamic": "dynamic"}[form])
-            if form == "sets":
-                assert [item.process_set_id for item in members] == [1, 2]
-                for item in members:
-                    if item.included():
-                        total = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=item)
-                        assert total.item() == len(item.ranks or [])
-            elif form == "lists":
-                with pytest.raises(ValueError, match="a duplicate process set"):
-                    hvd.add_process_set([1, 2])
-            assert hvd.add_process_set([0, 2]).process_set_id == (1 if form == "dynamic" else 3)
-            hvd.shutdown()
-            assert [item.process_set_id for item in members] == [None, None]
-            assert [item.size() for item in members] == [None, None]
-
-    with RankPool(3, init=False) as pool:
-        pool.run(check)
+    members = [hvd.ProcessSet([0]), hvd.ProcessSet([1, 2])]
+    assert [item.process_set_id for item in members] == [None, None]
+    for _ in range(3):
+        hvd.init(process_sets={"sets": members, "lists": [[0], (2, 1)], "dynamic": "dynamic"}[form])
+        if form == "sets":
+            assert [item.process_set_id for item in members] == [1, 2]
+            for item in members:
+                if item.included():
+                    total = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=item)
+                    assert total.item() == len(item.ranks or [])
+        elif form == "lists":
+            with pytest.raises(ValueError, match="a duplicate process set"):
+                hvd.add_process_set([1, 2])
+        assert hvd.add_process_set([0, 2]).process_set_id == (1 if form == "dynamic" else 3)
+        hvd.shutdown()
+        assert [(item.process_set_id, item.size()) for item in members] == [(None, None)] * 2
 
 
 forms = pytest.mark.parametrize("form", ["backward", "step"])

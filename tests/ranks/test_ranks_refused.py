@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import wait_until
-from rank_pool import RankPool, on
+from rank_pool import on, on_own
 from torch.autograd import forward_ad
 from torch.distributed import ReduceOp
 
@@ -160,70 +160,46 @@ REFUSALS: list[tuple[str, Any, Any, str]] = [
 
 @pytest.mark.parametrize("name", ["x", None])
 @pytest.mark.parametrize("row", range(len(REFUSALS)), ids=[f"{row[0]}: {row[3]}" for row in REFUSALS])
-def test_all_ranks_get_the_rank_and_its_reason_and_go_on(ranks2: RankPool, row: int, name: str | None) -> None:
-    def check() -> list[str]:
-        call, right, wrong = CALLS[REFUSALS[row][0]], *REFUSALS[row][1:3]
+@on("ranks2")
+def test_all_ranks_get_the_rank_and_its_reason_and_go_on(row: int, name: str | None) -> None:
+    kind, right, wrong, reason = REFUSALS[row]
 
-        def take_part(given: Any) -> None:
-            call(given() if isinstance(given, FunctionType) else copy.deepcopy(given), name)
+    def take_part(given: Any) -> None:
+        CALLS[kind](given() if isinstance(given, FunctionType) else copy.deepcopy(given), name)
 
-        texts = []
-        for refuses in (0, 1, 1, 0):
-            with pytest.raises(UsageError) as caught:
-                take_part(wrong if hvd.rank() == refuses else right)
-            texts.append(str(caught.value))
-            take_part(right)  # the name can be used again, and calls without a name are still those of the others
-        assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [2.0, 2.0]
-        return texts
-
-    for rank, texts in enumerate(ranks2.run(check)):
-        for refuses, text in zip((0, 1, 1, 0), texts, strict=True):
-            assert REFUSALS[row][3] in text
-            assert bool(re.match(rf"rank {refuses} \(.+\) has refused it: ", text)) == (rank != refuses)
+    for refuses in (0, 1, 1, 0):
+        with pytest.raises(UsageError) as caught:
+            take_part(wrong if hvd.rank() == refuses else right)
+        text = str(caught.value)
+        assert reason in text
+        assert bool(re.match(rf"rank {refuses} \(.+\) has refused it: ", text)) == (hvd.rank() != refuses)
+        take_part(right)  # the name can be used again, and calls without a name are still those of the others
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [2.0, 2.0]
 
 
-def test_in_a_process_set_its_members_get_the_error_and_nobody_else_waits(ranks4: RankPool) -> None:
-    def check() -> str:
-        pair = hvd.add_process_set([1, 3])
-        text = ""
-        if pair.included():
-            with pytest.raises(UnsupportedError) as caught:
-                tensor = INTEGERS if hvd.rank() == 3 else torch.ones(2)
-                hvd.allreduce(tensor, op=hvd.Adasum, name="x", process_set=pair)
-            text = str(caught.value)
-            assert hvd.allreduce(torch.ones(2), name="x", op=hvd.Sum, process_set=pair).tolist() == [2.0, 2.0]
-        assert hvd.allreduce(torch.ones(2), name="x", op=hvd.Sum).tolist() == [4.0, 4.0]
-        hvd.remove_process_set(pair)
-        return text
-
-    texts = ranks4.run(check)
-    assert texts[0] == texts[2] == ""
-    assert texts[1].startswith("rank 3 (")
-    assert "Adasum is for floats" in texts[1]
-    assert texts[3].startswith("allreduce")
+@on("ranks4")
+def test_in_a_process_set_its_members_get_the_error_and_nobody_else_waits() -> None:
+    pair = hvd.add_process_set([1, 3])
+    if pair.included():
+        with pytest.raises(
+            UnsupportedError, match="^allreduce" if hvd.rank() == 3 else r"^rank 3 \(.*Adasum is for fl"
+        ):
+            tensor = INTEGERS if hvd.rank() == 3 else torch.ones(2)
+            hvd.allreduce(tensor, op=hvd.Adasum, name="x", process_set=pair)
+        assert hvd.allreduce(torch.ones(2), name="x", op=hvd.Sum, process_set=pair).tolist() == [2.0, 2.0]
+    assert hvd.allreduce(torch.ones(2), name="x", op=hvd.Sum).tolist() == [4.0, 4.0]
+    hvd.remove_process_set(pair)
 
 
-def test_a_handle_gets_the_error_of_the_rank_that_refused(ranks2: RankPool) -> None:
-    def check() -> str:
-        try:
-            tensor = INTEGERS if hvd.rank() else torch.ones(2)
-            hvd.synchronize(hvd.allreduce_async_(tensor, op=hvd.Adasum, name="x"))
-        except UnsupportedError as error:
-            return str(error)
-        return ""
-
-    for text in ranks2.run(check):
-        assert "Adasum is for floats" in text
-
-
-def test_a_call_that_only_one_rank_makes_and_refuses_stops_nobody(ranks2: RankPool) -> None:
-    def check() -> list[float]:
-        if hvd.rank() == 1:
-            with pytest.raises(UnsupportedError):
-                hvd.allreduce(INTEGERS, op=hvd.Adasum, name="nobody else's")
-        return hvd.allreduce(torch.ones(2), name="x", op=hvd.Sum).tolist()
-
-    assert ranks2.run(check) == [[2.0, 2.0]] * 2
+@on("ranks2")
+def test_a_handle_gets_the_error_of_the_rank_that_refused_and_a_call_of_one_rank_stops_nobody() -> None:
+    with pytest.raises(UnsupportedError, match="Adasum is for floats"):
+        tensor = INTEGERS if hvd.rank() else torch.ones(2)
+        hvd.synchronize(hvd.allreduce_async_(tensor, op=hvd.Adasum, name="x"))
+    if hvd.rank() == 1:
+        with pytest.raises(UnsupportedError):
+            hvd.allreduce(INTEGERS, op=hvd.Adasum, name="nobody else's")
+    assert hvd.allreduce(torch.ones(2), name="x", op=hvd.Sum).tolist() == [2.0, 2.0]
 
 
 @on("ranks2")
@@ -256,31 +232,27 @@ def test_a_name_is_taken_until_its_handle_is_synchronized_polled_or_gone() -> No
 
 
 @pytest.mark.parametrize("by_thread", [False, True])
+@on_own(2, HORO_DEADLOCK_TIME_SECONDS="0.5")
 def test_ranks_that_wait_for_a_call_that_was_refused_for_its_name_are_told(by_thread: bool) -> None:
-    def check(by_thread: bool) -> str:
-        hvd.init()
-        thread = threading.Thread(target=_fail)
-        if hvd.rank() == 0 and by_thread:
-            thread.start()
-            wait_until(lambda: runtime.current().core.counters()["requests"], "its name is taken", deadline_s=60)
-        elif not by_thread:
-            handle = hvd.allreduce_async(torch.ones(3), name="twice", op=hvd.Sum)
-        if hvd.rank() == 0:
-            with pytest.raises(ValueError, match="is being processed already"):
-                hvd.allreduce(torch.ones(3), name="twice")
-        elif not by_thread:
-            hvd.synchronize(handle)
-        name = "other" if hvd.rank() == 0 else "later" if by_thread else "twice"
-        with pytest.raises(DeadlockError) as error:
-            hvd.allreduce(torch.ones(3), name=name)
-        if thread.ident is not None:
-            thread.join()
-        return str(error.value)
-
-    with RankPool(2, init=False, environment={"HORO_DEADLOCK_TIME_SECONDS": "0.5"}) as pool:
-        for told in pool.run(check, by_thread):
-            assert re.search(r"\(\S+:\d+; a second 'allreduce\.twice' was refused before\)", told), told
-            assert re.search(r"rank 1 for 'allreduce\.\w+' \(\S+:\d+\)", told), told
+    thread = threading.Thread(target=_fail)
+    if hvd.rank() == 0 and by_thread:
+        thread.start()
+        wait_until(lambda: runtime.current().core.counters()["requests"], "its name is taken", deadline_s=60)
+    elif not by_thread:
+        handle = hvd.allreduce_async(torch.ones(3), name="twice", op=hvd.Sum)
+    if hvd.rank() == 0:
+        with pytest.raises(ValueError, match="is being processed already"):
+            hvd.allreduce(torch.ones(3), name="twice")
+    elif not by_thread:
+        hvd.synchronize(handle)
+    name = "other" if hvd.rank() == 0 else "later" if by_thread else "twice"
+    with pytest.raises(DeadlockError) as error:
+        hvd.allreduce(torch.ones(3), name=name)
+    if thread.ident is not None:
+        thread.join()
+    told = str(error.value)
+    assert re.search(r"\(\S+:\d+; a second 'allreduce\.twice' was refused before\)", told), told
+    assert re.search(r"rank 1 for 'allreduce\.\w+' \(\S+:\d+\)", told), told
 
 
 def _fail() -> None:

@@ -45,6 +45,11 @@ def whole_order(epochs: list[Batches]) -> list[int]:
     return order
 
 
+def read_in(epochs: list[Batches]) -> Counter[int]:
+    """How often each sample was read."""
+    return Counter(sample for batches in epochs for batch in batches for sample in batch)
+
+
 SAMPLERS: dict[str, Callable[[torch.Generator | None], Any]] = {
     "sequential": lambda _: SequentialSampler(range(26)),
     "random": lambda generator: RandomSampler(range(26), generator=generator),
@@ -58,40 +63,35 @@ SAMPLERS: dict[str, Callable[[torch.Generator | None], Any]] = {
 
 @pytest.mark.parametrize("name", SAMPLERS)
 @pytest.mark.parametrize("own", [False, True], ids=["torch's seed", "a generator"])
-def test_all_ranks_together_read_the_order_of_one_process(ranks: RankPool, name: str, own: bool) -> None:
-    def check() -> list[Batches]:
-        torch.manual_seed(hvd.rank() + 5)
-        generator = torch.Generator().manual_seed(hvd.rank() + 5) if own else None
-        loader = hvd.shard(DataLoader(range(60), batch_size=3, sampler=SAMPLERS[name](generator)), tail="exact")
-        assert len(loader) in {10**10 // 3 // hvd.size() + 1, 26 // 3 // hvd.size() + 1, 26 // 3 // hvd.size()}
-        return [[batch.tolist() for batch in itertools.islice(loader, 5)] for _ in range(2)]
-
+@on("ranks")
+def test_all_ranks_together_read_the_order_of_one_process(name: str, own: bool) -> None:
+    torch.manual_seed(hvd.rank() + 5)
+    generator = torch.Generator().manual_seed(hvd.rank() + 5) if own else None
+    loader = hvd.shard(DataLoader(range(60), batch_size=3, sampler=SAMPLERS[name](generator)), tail="exact")
+    assert len(loader) in {10**10 // 3 // hvd.size() + 1, 26 // 3 // hvd.size() + 1, 26 // 3 // hvd.size()}
     drawn = int(torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(5))) % 2**62
-    for epoch, epochs in enumerate(zip(*ranks.run(check), strict=True)):
+    for epoch in range(2):
+        found = whole_order(hvd.allgather_object([batch.tolist() for batch in itertools.islice(loader, 5)]))
+        assert len(found) == min(26, 15 * hvd.size()) or name == "replacement"
         order = iter(SAMPLERS[name](torch.Generator().manual_seed(drawn + epoch)))
-        found = whole_order(list(epochs))
-        assert len(found) == min(26, 15 * ranks.size) or name == "replacement"
         assert found == list(itertools.islice(order, len(found)))
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("length", [0, 1, 16, 17, 23])
-def test_the_length_is_that_of_each_ranks_part(ranks4: RankPool, length: int, tail: Tail, drop_last: bool) -> None:
+@on("ranks4")
+def test_the_length_is_that_of_each_ranks_part(length: int, tail: Tail, drop_last: bool) -> None:
     if tail == "exact" and drop_last:
         return
-
-    def check() -> tuple[int, Batches]:
-        loader = hvd.shard(DataLoader(range(length), batch_size=2, drop_last=drop_last), tail=tail)
-        return len(loader), epoch_of(loader)
-
-    results = ranks4.run(check)
-    assert all(count == len(batches) for count, batches in results)
-    read = Counter(sample for _, batches in results for batch in batches for sample in batch)
+    loader = hvd.shard(DataLoader(range(length), batch_size=2, drop_last=drop_last), tail=tail)
+    epochs = hvd.allgather_object(epoch_of(loader))
+    assert len(loader) == len(epochs[hvd.rank()])
+    read = read_in(epochs)
     if tail == "exact":
         assert read == Counter(range(length))
     else:
-        assert len({count for count, _ in results}) == 1
+        assert len({*map(len, epochs)}) == 1
         assert read.total() - len(read) <= (3 if tail == "pad" else 0)
         assert length - len(read) <= (0 if tail == "pad" and not drop_last else 7)
 
@@ -144,14 +144,12 @@ class InPairs:
         return 7
 
 
-def test_batches_of_a_batch_sampler_are_dealt_out(ranks2: RankPool) -> None:
-    def check() -> tuple[int, list[Batches]]:
-        loader = hvd.shard(DataLoader(range(14), batch_sampler=InPairs()), tail="drop")
-        return len(loader), [epoch_of(loader) for _ in range(2)]
-
-    for epoch, (first, second) in enumerate(zip(*(epochs for _, epochs in ranks2.run(check)), strict=True)):
-        assert first == [[place + epoch, place + epoch + 1] for place in (0, 4, 8)]
-        assert second == [[place + epoch, place + epoch + 1] for place in (2, 6, 10)]
+@on("ranks2")
+def test_batches_of_a_batch_sampler_are_dealt_out() -> None:
+    loader = hvd.shard(DataLoader(range(14), batch_sampler=InPairs()), tail="drop")
+    for epoch in range(2):
+        first = 2 * hvd.rank() + epoch
+        assert epoch_of(loader) == [[place + first, place + first + 1] for place in (0, 4, 8)]
 
 
 @on("ranks2")
@@ -183,17 +181,15 @@ def lengthen(_: int) -> None:
 
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("workers", [0, 3])
-def test_a_stream_is_divided_in_each_worker(ranks4: RankPool, workers: int, tail: Tail) -> None:
-    def check() -> list[Batches]:
-        torch.manual_seed(hvd.rank())
-        stream = DataLoader(Stream(), batch_size=2, **with_workers(workers), worker_init_fn=lengthen)
-        loader = hvd.shard(stream, tail=tail)
-        assert loader.dataset.length == 23
-        return [epoch_of(loader) for _ in range(2)]
-
-    for epochs in zip(*ranks4.run(check), strict=True):
-        read = Counter(sample for batches in epochs for batch in batches for sample in batch)
-        length = 29 if workers else 23
+@on("ranks4")
+def test_a_stream_is_divided_in_each_worker(workers: int, tail: Tail) -> None:
+    torch.manual_seed(hvd.rank())
+    stream = DataLoader(Stream(), batch_size=2, **with_workers(workers), worker_init_fn=lengthen)
+    loader = hvd.shard(stream, tail=tail)
+    assert loader.dataset.length == 23
+    for _ in range(2):
+        epochs = hvd.allgather_object(epoch_of(loader))
+        read, length = read_in(epochs), 29 if workers else 23
         if tail == "exact":
             assert read == Counter(range(length))
             continue
@@ -228,8 +224,7 @@ def test_an_epoch_goes_on_with_other_ranks_and_batches(ranks2: RankPool, ranks4:
     assert (state["epoch"], state["done"], state["length"]) == (1, 24, 50)
     assert begun[1][1] == state
     rest, next_epoch = zip(*ranks4.run(go_on, state), strict=True)
-    read = [batch for batches, _ in begun for batch in batches] + [batch for batches in rest for batch in batches]
-    assert Counter(sample for batch in read for sample in batch) == Counter(range(50))
+    assert read_in([*(batches for batches, _ in begun), *rest]) == Counter(range(50))
     assert sorted(whole_order(list(next_epoch))) == list(range(50))
 
 
@@ -271,14 +266,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_loader_that_cannot_be_shared_is_refused(ranks2: RankPool, name: str) -> None:
+@on("ranks2")
+def test_a_loader_that_cannot_be_shared_is_refused(name: str) -> None:
     make, sentence = MISTAKES[name]
-
-    def check() -> None:
-        with pytest.raises(hvd.UsageError, match=sentence):
-            hvd.shard(make())
-
-    ranks2.run(check)
+    with pytest.raises(hvd.UsageError, match=sentence):
+        hvd.shard(make())
 
 
 @on("ranks2")
@@ -325,15 +317,12 @@ DIFFERENCES: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
-def test_loaders_that_differ_between_ranks_are_an_error_on_all(ranks2: RankPool, name: str) -> None:
+@on("ranks2")
+def test_loaders_that_differ_between_ranks_are_an_error_on_all(name: str) -> None:
     make, sentence = DIFFERENCES[name]
-
-    def check() -> None:
-        loader = hvd.shard(make())
-        with pytest.raises(hvd.UsageError, match=f"the loaders of rank 0 and rank 1 differ in {sentence}"):
-            iter(loader)
-
-    ranks2.run(check)
+    loader = hvd.shard(make())
+    with pytest.raises(hvd.UsageError, match=f"the loaders of rank 0 and rank 1 differ in {sentence}"):
+        iter(loader)
 
 
 @on("ranks2")

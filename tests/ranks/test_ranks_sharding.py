@@ -4,18 +4,28 @@ from __future__ import annotations  # ranks get functions without what classes i
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from rank_pool import on, on_own
-from small_model import make_loss, make_model, take_steps
+from small_model import (
+    Pair,
+    assert_pair_is_alike,
+    assert_same_bits,
+    assert_same_state,
+    bits_of,
+    cutting,
+    make_loss,
+    make_model,
+    make_pair,
+    take_steps,
+    train_pair,
+)
 
 import horo.torch as hvd
 from horo.errors import UnsupportedError, UsageError
-from horo.torch.optimizer.sharding import owners, placement
+from horo.torch.optimizer.sharding import placement
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -75,50 +85,19 @@ class Model(torch.nn.Module):
         return x * self.scale * self.single
 
 
-def _bits(values: Any) -> list[Any]:
-    return [value.detach().flatten().tolist() for value in values]
-
-
 def _sharded(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
     return hvd.DistributedOptimizer(optimizer, model, sharding="optimizer", **options)
-
-
-def _assert_same_state(own: dict[str, Any], their: dict[str, Any]) -> None:
-    assert own["param_groups"] == their["param_groups"]
-    assert list(own["state"]) == list(their["state"])
-    for index, entries in own["state"].items():
-        assert list(entries) == list(their["state"][index])
-        for key, value in entries.items():
-            other = their["state"][index][key]
-            if isinstance(value, torch.Tensor):
-                assert (value.shape, value.dtype, value.stride()) == (other.shape, other.dtype, other.stride())
-                assert torch.equal(value, other), (index, key)
-            else:
-                assert value == other
-
-
-def _cutting(is_cut: bool = True) -> AbstractContextManager[Any]:
-    """Inside, parameters are cut that are small, at whole vectors of any processor."""
-    return patch.multiple(owners, _EXCESS=0.0, LOAD_OF_TENSOR=128, PAGE=128) if is_cut else nullcontext()
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @on("ranks")
 def test_it_has_the_bits_of_an_unsharded_run(kind: str, is_cut: bool) -> None:
-    plain = Model()
-    model = copy.deepcopy(plain)
-    ours = _sharded(model, OPTIMIZERS[kind](model.parameters()))
-    theirs = hvd.DistributedOptimizer(OPTIMIZERS[kind](plain.parameters()), plain)
-    with _cutting(is_cut):
-        take_steps(model, ours, range(4))
-    placed = ours._sharded_step._placement.placed.values()
+    pair = make_pair(OPTIMIZERS[kind], Model)
+    with cutting(is_cut):
+        _go_on(pair, range(4))
+    placed = pair[0][1]._sharded_step._placement.placed.values()
     assert any(there.block.shares for there in placed) == (is_cut and kind != "adafactor")
-    take_steps(plain, theirs, range(4))
-    assert _bits(model.parameters()) == _bits(plain.parameters())
-    _assert_same_state(ours.state_dict(), theirs.state_dict())
-    told = hvd.allgather_object(_bits(model.parameters()))
-    assert all(each == told[0] for each in told)
 
 
 def _alone(kind: str, steps: int) -> torch.nn.Module:
@@ -141,28 +120,17 @@ def test_it_is_one_process_with_all_batches(kind: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-12 if kind in ROUGH else 1e-14, atol=1e-15)
 
 
-def _pair(kind: str = "adam", **options: Any) -> tuple[Any, Any, Any, Any]:
-    """A model with a sharded optimizer, and its twin with an unsharded one, that have done two steps."""
-    plain = Model()
-    model = copy.deepcopy(plain)
-    ours = _sharded(model, OPTIMIZERS[kind](model.parameters()), **options)
-    theirs = hvd.DistributedOptimizer(OPTIMIZERS[kind](plain.parameters()), plain, **options)
-    for trained, using in ((model, ours), (plain, theirs)):
-        take_steps(trained, using, range(2))
-    return model, ours, plain, theirs
+def _pair(kind: str = "adam", **options: Any) -> Pair:
+    """One that has done two steps."""
+    pair = make_pair(OPTIMIZERS[kind], Model, **options)
+    train_pair(pair, range(2))
+    return pair
 
 
-def _go_on(model: Any, ours: Any, plain: Any, theirs: Any, steps: range = range(5, 8)) -> None:
-    """Both go on; they have equal bits, on all ranks."""
-    take_steps(model, ours, steps)
-    take_steps(plain, theirs, steps)
-    _assert_same(model, plain)
-
-
-def _assert_same(model: torch.nn.Module, plain: torch.nn.Module) -> None:
-    assert _bits(model.parameters()) == _bits(plain.parameters())
-    told = hvd.allgather_object(_bits(model.parameters()))
-    assert all(each == told[0] for each in told)
+def _go_on(pair: Pair, steps: range = range(5, 8)) -> None:
+    """Both go on; they are alike then."""
+    train_pair(pair, steps)
+    assert_pair_is_alike(pair)
 
 
 # -- between backward() and the end of step() ------------------------------------------------------------------------
@@ -269,41 +237,39 @@ CHANGES = (
 def test_what_a_script_does_on_all_ranks_counts_once(
     is_cut: bool, change: Callable[[Any, Any], None], kind: str
 ) -> None:
-    with _cutting(is_cut):
-        model, ours, plain, theirs = _pair(kind)
+    with cutting(is_cut):
+        (model, _), (plain, _) = pair = _pair(kind)
         for step in range(2, 5):
-            for trained, using in ((model, ours), (plain, theirs)):
+            for trained, using in pair:
                 using.zero_grad()
                 make_loss(trained, hvd.rank(), step).backward()
                 change(trained, using)
                 using.step()
-            _assert_same(model, plain)
-        _go_on(model, ours, plain, theirs)
-    _assert_same_state(ours.state_dict(), theirs.state_dict())
+            assert_same_bits(model, plain)
+        _go_on(pair)
 
 
 @on("ranks")
 def test_gradients_and_parameters_are_what_they_are_without_it() -> None:
-    model, ours, plain, theirs = _pair()
-    for trained, using in ((model, ours), (plain, theirs)):
+    (model, ours), (plain, theirs) = pair = _pair()
+    for trained, using in pair:
         using.zero_grad()
         make_loss(trained, hvd.rank(), 3).backward()
-    assert _bits(p.grad for p in model.parameters() if p.grad is not None) == _bits(
-        p.grad for p in plain.parameters() if p.grad is not None
-    )
+    found, wanted = ([p.grad.tolist() for p in each.parameters() if p.grad is not None] for each in (model, plain))
+    assert found == wanted
     kept = [parameter.grad for parameter in model.parameters()]
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
     ours.step()
     theirs.step()
     assert all(one is parameter.grad for one, parameter in zip(kept, model.parameters(), strict=True))
     assert addresses == [parameter.data_ptr() for parameter in model.parameters()]
-    _assert_same(model, plain)
+    assert_same_bits(model, plain)
 
 
 @on("ranks")
 def test_passes_before_a_step_and_no_sync() -> None:
-    model, ours, plain, theirs = _pair(backward_passes_per_step=2)
-    for trained, using in ((model, ours), (plain, theirs)):
+    pair = _pair(backward_passes_per_step=2)
+    for trained, using in pair:
         using.zero_grad()
         for step in range(4):
             make_loss(trained, hvd.rank(), step).backward()
@@ -316,15 +282,15 @@ def test_passes_before_a_step_and_no_sync() -> None:
         using.synchronize()
         with using.skip_synchronize():
             using.step()
-    _go_on(model, ours, plain, theirs)
+    _go_on(pair)
 
 
 @pytest.mark.parametrize("order", ["backward", "step"])
 @on("ranks")
 def test_a_closure_in_both_orders_of_calls(order: str) -> None:
-    model, ours, plain, theirs = _pair(gradients_ready=order)
+    pair = _pair(gradients_ready=order)
     losses = []
-    for trained, using in ((model, ours), (plain, theirs)):
+    for trained, using in pair:
 
         def closure(trained: Any = trained, using: Any = using) -> torch.Tensor:
             using.zero_grad()
@@ -334,17 +300,17 @@ def test_a_closure_in_both_orders_of_calls(order: str) -> None:
 
         losses.append(using.step(closure).item())
     assert losses[0] == losses[1]
-    _go_on(model, ours, plain, theirs)
+    _go_on(pair)
 
 
 @on("ranks")
 def test_hooks_of_users_and_schedulers_are_outside_the_window() -> None:
-    model, ours, plain, theirs = _pair()
+    pair = _pair()
     seen: dict[int, list[Any]] = {0: [], 1: []}
-    for index, (trained, using) in enumerate(((model, ours), (plain, theirs))):
+    for index, (trained, using) in enumerate(pair):
 
         def note(optimizer: Any, args: Any, kwargs: Any, index: int = index, trained: Any = trained) -> None:
-            seen[index].append(_bits(trained.parameters()))
+            seen[index].append(bits_of(trained))
             seen[index].append([p.grad is not None and p.grad.tolist() for p in trained.parameters()])
 
         using.register_step_pre_hook(note)
@@ -353,7 +319,7 @@ def test_hooks_of_users_and_schedulers_are_outside_the_window() -> None:
         take_steps(trained, using, range(3, 5))
         scheduler.step()
     assert seen[0] == seen[1] and len(seen[0]) == 8
-    _go_on(model, ours, plain, theirs)
+    _go_on(pair)
 
 
 @on("ranks")
@@ -379,7 +345,7 @@ def test_groups_that_come_later() -> None:
         take_steps(trained, using, range(2))
         using.add_param_group({"params": list(trained.first.parameters()), "lr": 0.02})
         take_steps(trained, using, range(2, 5))
-    _assert_same(model, plain)
+    assert_same_bits(model, plain)
 
 
 @on("ranks")
@@ -402,26 +368,26 @@ def test_two_optimizers_and_a_newer_one() -> None:
         del pair, using
         again = hvd.DistributedOptimizer(torch.optim.SGD(trained.parameters(), lr=0.1), trained, sharding=sharding)
         take_steps(trained, again, range(3, 6))
-    _assert_same(model, plain)
+    assert_same_bits(model, plain)
 
 
 @on("ranks")
 def test_a_plain_optimizer_beside_it_and_copies() -> None:
-    model, ours, plain, theirs = _pair()
-    for trained, using in ((model, ours), (plain, theirs)):
+    (model, ours), (plain, _) = pair = _pair()
+    for trained, using in pair:
         beside = torch.optim.SGD(trained.parameters(), lr=0.01)
         using.zero_grad()
         make_loss(trained, hvd.rank(), 3).backward()
         beside.step()
         using.step()
-    _assert_same(model, plain)
+    assert_same_bits(model, plain)
     twin, its = copy.deepcopy((model, ours))
     average = torch.optim.swa_utils.AveragedModel(model)
-    before = _bits(average.module.parameters())
+    before = bits_of(average.module)
     take_steps(model, ours, range(3, 5))
-    assert _bits(average.module.parameters()) == before
+    assert bits_of(average.module) == before
     take_steps(twin, its, range(3, 5))
-    _assert_same(twin, model)
+    assert_same_bits(twin, model)
 
 
 @on("ranks")
@@ -447,17 +413,16 @@ def test_sparse_gradients() -> None:
             for using in optimizers:
                 using.step()
         models.append(model)
-    _assert_same(*models)
+    assert_same_bits(*models)
 
 
 @on_own(4, ranks_per_host=2)
 def test_two_hosts_step_all_of_it_each_and_compare() -> None:
-    model, ours, plain, theirs = _pair("adamw fused")
-    _go_on(model, ours, plain, theirs)
-    _assert_same_state(ours.state_dict(), theirs.state_dict())
+    (model, ours), (plain, theirs) = pair = _pair("adamw fused")
+    _go_on(pair)
     _scale_parameters(model, ours)
     _scale_parameters(plain, theirs)
-    _go_on(model, ours, plain, theirs, range(8, 10))
+    _go_on(pair, range(8, 10))
     for step in range(10, 16):  # the 16th of this job is compared
         ours.zero_grad()
         make_loss(model, hvd.rank(), step).backward()
@@ -472,8 +437,8 @@ def test_two_hosts_step_all_of_it_each_and_compare() -> None:
 
 @on_own(3, ranks_per_host=2)
 def test_hosts_of_other_sizes_and_with_other_processors() -> None:
-    model, ours, plain, theirs = _pair()
-    _go_on(model, ours, plain, theirs)
+    pair = _pair()
+    _go_on(pair)
     if hvd.rank() == 2:
         placement.arithmetic = lambda: ("2.0", "AVX512", "of another kind")  # type: ignore[assignment]
     model = Model()
@@ -521,20 +486,8 @@ def test_state_of_a_plain_optimizer_loads_and_the_other_way_round(at: int) -> No
         for parameter in trained.parameters():
             parameter.grad = torch.full_like(parameter, 0.5) if parameter.requires_grad else None
         using.step()
-    assert _bits(sharded.parameters()) == _bits(model.parameters())
-    _assert_same_state(optimizer.state_dict(), before.state_dict())
+    assert bits_of(sharded) == bits_of(model)
+    assert_same_state(optimizer.state_dict(), before.state_dict())
     third = torch.optim.Adam(model.parameters(), lr=0.01)
     third.load_state_dict(optimizer.state_dict())
-    _assert_same_state(third.state_dict(), before.state_dict())
-
-
-@on("ranks2")
-def test_an_elastic_state_commits_and_restores() -> None:
-    model, ours, plain, theirs = _pair()
-    states = [hvd.elastic.TorchState(model=m, optimizer=o) for m, o in ((model, ours), (plain, theirs))]
-    for trained, using, state in ((model, ours, states[0]), (plain, theirs, states[1])):
-        state.save()
-        take_steps(trained, using, range(2, 4))
-        state.restore()
-    _assert_same(model, plain)
-    _go_on(model, ours, plain, theirs)
+    assert_same_state(third.state_dict(), before.state_dict())

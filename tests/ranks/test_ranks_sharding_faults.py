@@ -17,8 +17,9 @@ import pytest
 import torch
 from descriptors import open_descriptors
 from interrupts import interrupt
+from jobs import state_of
 from rank_pool import RankPool, on, on_own
-from small_model import bits_of, make_loss, make_model, take_steps
+from small_model import Pair, bits_of, make_loss, make_pair, take_steps, train_pair
 
 import horo.torch as hvd
 from horo.errors import AbortedError, PeerLostError, StalledError, UsageError
@@ -52,10 +53,8 @@ def _stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _made(sharding: str | None = "optimizer") -> tuple[torch.nn.Module, Any]:
-    model = make_model()
-    inner = Interrupted(model.parameters(), lr=0.1, momentum=0.9)
-    return model, hvd.DistributedOptimizer(inner, model, sharding=sharding)
+def _made() -> Pair:
+    return make_pair(lambda parameters: Interrupted(parameters, lr=0.1, momentum=0.9))
 
 
 def _calls(owner: Any, name: str, function: Callable[..., Any]) -> None:
@@ -97,8 +96,7 @@ MOMENTS: dict[str, tuple[int, Callable[[Any], None], str, bool]] = {
 
 def _lose(moment: str, victim: int) -> Any:
     steps, act, *_ = MOMENTS[moment]
-    model, optimizer = _made()
-    plain, its = _made(None)
+    (model, optimizer), (plain, its) = _made()
     take_steps(plain, its, range(steps))
     before = bits_of(plain)
     take_steps(plain, its, range(steps, steps + 1))
@@ -151,7 +149,7 @@ def _continue(pool: RankPool, rank: int, at_stop: Callable[[], None] = lambda: N
             processes = list(pool.processes)
             if len(processes) == pool.size and (pid := processes[rank].pid):
                 started.set()
-                if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+                if state_of(pid) == "T":
                     at_stop()
                     os.kill(pid, signal.SIGCONT)
                     return
@@ -165,8 +163,7 @@ def _continue(pool: RankPool, rank: int, at_stop: Callable[[], None] = lambda: N
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_the_others_wait_for_an_owner_that_is_stopped_in_the_window(when: str) -> None:
     def check(when: str) -> None:
-        model, optimizer = _made()
-        plain, its = _made(None)
+        (model, optimizer), (plain, its) = _made()
         take_steps(model, optimizer, range(STEPS))
         if hvd.rank() == 1:
             setattr(optimizer, when, _stop)
@@ -183,10 +180,9 @@ def test_the_others_wait_for_an_owner_that_is_stopped_in_the_window(when: str) -
 @pytest.mark.parametrize("where", ["entry", "exit"])
 def test_an_owner_that_stays_stopped_outside_the_window_ends_the_others_wait(where: str) -> None:
     def check(where: str) -> Any:
-        model, optimizer = _made()
-        plain, its = _made(None)
-        for trained, using in ((model, optimizer), (plain, its)):
-            take_steps(trained, using, range(STEPS + (where == "exit" and trained is plain)))
+        (model, optimizer), (plain, its) = _made()
+        take_steps(model, optimizer, range(STEPS))
+        take_steps(plain, its, range(STEPS + (where == "exit")))
         optimizer.zero_grad()
         make_loss(model, hvd.rank(), STEPS).backward()
         if hvd.rank() == 1:
@@ -209,7 +205,7 @@ def test_an_owner_that_stays_stopped_outside_the_window_ends_the_others_wait(whe
 
 def test_no_view_changes_behind_the_error_while_an_owner_is_stopped() -> None:
     def check() -> Any:
-        model, optimizer = _made()
+        (model, optimizer), _ = _made()
         take_steps(model, optimizer, range(STEPS))
         if hvd.rank() == 1:
             optimizer.before = _stop
@@ -229,7 +225,7 @@ def test_no_view_changes_behind_the_error_while_an_owner_is_stopped() -> None:
 
 def test_an_owner_that_dies_tears_the_step_on_its_own_host_alone(tmp_path: Path) -> None:
     def check(folder: Path) -> Any:
-        model, optimizer = _made()
+        (model, optimizer), _ = _made()
         take_steps(model, optimizer, range(STEPS))
         before = bits_of(model)
 
@@ -260,10 +256,8 @@ def test_an_owner_that_dies_tears_the_step_on_its_own_host_alone(tmp_path: Path)
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @on("ranks")
 def test_a_step_that_raises_on_one_rank_is_an_error_on_all(error: type[BaseException]) -> None:
-    model, optimizer = _made()
-    plain, its = _made(None)
-    for trained, using in ((model, optimizer), (plain, its)):
-        take_steps(trained, using, range(STEPS))
+    (model, optimizer), (plain, its) = pair = _made()
+    train_pair(pair, range(STEPS))
 
     def fail() -> None:
         raise error("of this rank")
@@ -292,18 +286,15 @@ def test_a_step_that_raises_on_one_rank_is_an_error_on_all(error: type[BaseExcep
         optimizer.load_state_dict(copy.deepcopy(its.state_dict()))
     hvd.broadcast_parameters(model.state_dict(), 0)
     hvd.broadcast_optimizer_state(optimizer, 0)
-    for trained, using in ((model, optimizer), (plain, its)):
-        take_steps(trained, using, range(3, 6))
+    train_pair(pair, range(3, 6))
     assert bits_of(model) == bits_of(plain)
 
 
 @pytest.mark.parametrize("where", ["entry", "exit"])
 def test_ctrl_c_while_a_rank_meets_the_others(where: str, tmp_path: Path) -> None:
     def check(flag: Path, written: Path) -> None:
-        model, optimizer = _made()
-        plain, its = _made(None)
-        for trained, using in ((model, optimizer), (plain, its)):
-            take_steps(trained, using, range(STEPS))
+        (model, optimizer), (plain, its) = pair = _made()
+        train_pair(pair, range(STEPS))
         optimizer.zero_grad()
         make_loss(model, hvd.rank(), STEPS).backward()
 
@@ -344,8 +335,7 @@ def test_ctrl_c_while_a_rank_meets_the_others(where: str, tmp_path: Path) -> Non
         hvd.init()
         model.load_state_dict(copy.deepcopy(plain.state_dict()))
         optimizer.load_state_dict(copy.deepcopy(its.state_dict()))
-        for trained, using in ((model, optimizer), (plain, its)):
-            take_steps(trained, using, range(3, 6))
+        train_pair(pair, range(3, 6))
         assert bits_of(model) == bits_of(plain)
 
     with RankPool(2) as pool:
@@ -354,9 +344,8 @@ def test_ctrl_c_while_a_rank_meets_the_others(where: str, tmp_path: Path) -> Non
 
 @on("ranks")
 def test_a_hook_of_a_user_that_raises_outside_the_window_leaves_all_as_it_was() -> None:
-    model, optimizer = _made()
-    plain, its = _made(None)
-    for trained, using in ((model, optimizer), (plain, its)):
+    (model, _), (plain, _) = pair = _made()
+    for trained, using in pair:
         for step in range(4):
             using.zero_grad()
             make_loss(trained, hvd.rank(), step).backward()
@@ -373,12 +362,10 @@ def test_a_hook_of_a_user_that_raises_outside_the_window_leaves_all_as_it_was() 
 def test_jobs_one_after_the_other_and_what_is_left_of_them() -> None:
     hvd.init()
     before, of_job = open_descriptors(), _files()
-    model, optimizer = _made()
-    plain, its = _made(None)
+    (model, optimizer), (plain, its) = pair = _made()
     for number in range(3):
         hvd.init()
-        for trained, using in ((model, optimizer), (plain, its)):
-            take_steps(trained, using, range(3 * number, 3 * number + 3))
+        train_pair(pair, range(3 * number, 3 * number + 3))
         assert bits_of(model) == bits_of(plain)
         assert str(optimizer.state_dict()) == str(its.state_dict())
         if number == 2:
@@ -391,7 +378,7 @@ def test_jobs_one_after_the_other_and_what_is_left_of_them() -> None:
                 entries["momentum_buffer"].mul_(0.5)
         assert str(optimizer.state_dict()) == str(its.state_dict())
     assert _files() > of_job
-    del model, optimizer, trained, using, parameter, entries
+    del model, optimizer, pair, parameter, entries
     assert not {name for _, name in open_descriptors() - before if "memfd" in name}
     assert _files() == of_job
 

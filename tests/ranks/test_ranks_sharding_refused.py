@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import on, on_own
-from small_model import bits_of, make_loss, make_model, needs_cpu_scaler, take_steps
+from small_model import bits_of, make_loss, make_model, make_pair, take_steps, train_pair
 
 import horo.torch as hvd
 from horo.errors import UnsupportedError, UsageError
@@ -21,6 +21,10 @@ from horo.torch.optimizer.shared_gradients import COUNTS_IN_HOOKS
 def _made(kind: Any = torch.optim.SGD, sharding: str | None = "optimizer", **options: Any) -> tuple[Any, Any]:
     model = make_model()
     return model, hvd.DistributedOptimizer(kind(model.parameters(), lr=0.1), model, sharding=sharding, **options)
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
 class Coupled(torch.optim.Optimizer):
@@ -258,7 +262,7 @@ def test_a_change_on_one_rank_names_parameter_and_rank_and_can_be_taken_back() -
             model[2].bias.add_(1)
     for _ in range(2):
         with pytest.raises(
-            UsageError, match=r"^parameter '2.bias' is not equal on all ranks: changed on rank 1 since step 3; with sh"
+            UsageError, match=r"^parameter '2.bias' is not equal on .*: changed on rank 1 since step 3;"
         ):
             optimizer.step()
     hvd.barrier()
@@ -278,18 +282,14 @@ def test_different_changes_name_all_ranks() -> None:
     with torch.no_grad():
         model[0].weight.add_(hvd.rank() + 1)
     make_loss(model, hvd.rank()).backward()
-    with pytest.raises(
-        UsageError, match=r"^parameter '0.weight' is not equal on all ranks: changed on rank 0, 1 since"
-    ):
+    with pytest.raises(UsageError, match=r"^parameter '0.weight' is not equal on .*: changed on rank 0, 1 since"):
         optimizer.step()
 
 
 @on("ranks2")
 def test_rank_0_evaluates_other_parameters_while_rank_1_is_in_forward() -> None:
-    model, optimizer = _made()
-    plain, its = _made(sharding=None)
-    for trained, using in ((model, optimizer), (plain, its)):
-        take_steps(trained, using, range(2))
+    (model, _), (plain, _) = pair = make_pair(_sgd)
+    train_pair(pair, range(2))
     inputs = torch.ones(4, dtype=torch.float64)
     wanted = model(inputs).tolist()
     hvd.barrier()
@@ -306,8 +306,7 @@ def test_rank_0_evaluates_other_parameters_while_rank_1_is_in_forward() -> None:
         hvd.barrier()
         assert model(inputs).tolist() == wanted
         hvd.barrier()
-    for trained, using in ((model, optimizer), (plain, its)):
-        take_steps(trained, using, range(2, 4))
+    train_pair(pair, range(2, 4))
     assert bits_of(model) == bits_of(plain)
 
 
@@ -327,10 +326,8 @@ def test_values_stay_those_of_the_step_before_until_all_ranks_step() -> None:
 
 @on("ranks2")
 def test_a_forked_child_writes_its_own() -> None:
-    model, optimizer = _made()
-    plain, its = _made(sharding=None)
-    for trained, using in ((model, optimizer), (plain, its)):
-        take_steps(trained, using, range(2))
+    (model, _), (plain, _) = pair = make_pair(_sgd)
+    train_pair(pair, range(2))
     before = bits_of(model)
     child = os.fork()
     if child == 0:
@@ -340,37 +337,23 @@ def test_a_forked_child_writes_its_own() -> None:
         os._exit(0 if all(not any(map(any, [values])) for values in bits_of(model)) else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert bits_of(model) == before
-    for trained, using in ((model, optimizer), (plain, its)):
-        take_steps(trained, using, range(2, 4))
+    train_pair(pair, range(2, 4))
     assert bits_of(model) == bits_of(plain)
 
 
 @on("ranks2")
 def test_a_parameter_that_has_left_on_one_rank() -> None:
-    model, optimizer = _made()
-    plain, its = _made(sharding=None)
-    for trained, using in ((model, optimizer), (plain, its)):
-        take_steps(trained, using, range(2))
+    (model, optimizer), (plain, _) = pair = make_pair(_sgd)
+    train_pair(pair, range(2))
     if hvd.rank() == 1:
         model[0].bias.data = model[0].bias.data.clone()  # has the same values, and comes back
-    for trained, using in ((model, optimizer), (plain, its)):
-        take_steps(trained, using, range(2, 4))
+    train_pair(pair, range(2, 4))
     assert bits_of(model) == bits_of(plain)
     if hvd.rank() == 1:
         model[0].bias.data = model[0].bias.data + 1
     make_loss(model, hvd.rank()).backward()
     said = r"^parameter '0.bias' has left the shared memory \(its data was reassigned\) on rank 1, and is not equal on"
     with pytest.raises(UsageError, match=said):
-        optimizer.step()
-
-
-@on("ranks2")
-def test_parameters_that_differ_before_the_first_step() -> None:
-    model, optimizer = _made(gradients_ready="step")
-    with torch.no_grad():
-        model[0].bias.add_(hvd.rank())
-    make_loss(model, hvd.rank()).backward()
-    with pytest.raises(UsageError, match=r"parameter '0.bias' is not equal on all ranks before the first step"):
         optimizer.step()
 
 
@@ -384,32 +367,18 @@ def test_they_are_compared_without_first_checks_as_well() -> None:
         optimizer.step()
 
 
+@pytest.mark.parametrize("steps", [0, 1])
 @on_own(2)
-def test_memory_that_is_locked_is_refused() -> None:
+def test_memory_that_is_locked_is_refused(steps: int) -> None:
+    """From the beginning, or after a step."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mlockall(2) != 0:  # MCL_FUTURE
-        pytest.skip("mlockall is not allowed here")
     model, optimizer = _made()
-    make_loss(model, hvd.rank()).backward()
+    take_steps(model, optimizer, range(steps))
+    if libc.mlockall(1 if steps else 2) != 0:  # MCL_CURRENT, MCL_FUTURE
+        pytest.skip("mlockall is not allowed here")
     try:
         with pytest.raises(UnsupportedError, match=r"locks its memory \(mlockall\), which makes a private copy of ev"):
-            optimizer.step()
-    finally:
-        libc.munlockall()
-
-
-@on_own(2)
-def test_memory_that_is_locked_later_is_refused() -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    model, optimizer = _made()
-    take_steps(model, optimizer, range(1))
-    if libc.mlockall(1) != 0:  # MCL_CURRENT
-        pytest.skip("mlockall is not allowed here")
-    try:
-        with pytest.raises(
-            UnsupportedError, match=r"^sharding=: this process locks its memory \(mlockall\), which mak"
-        ):
-            take_steps(model, optimizer, range(1, 2))
+            take_steps(model, optimizer, range(steps, steps + 1))
     finally:
         libc.munlockall()
 
@@ -425,11 +394,10 @@ def test_an_older_kernel_and_none_that_tells() -> None:
 
     try:
         pages.fcntl.ioctl = refuse
-        model, optimizer = _made()
-        plain, its = _made(sharding=None)
+        (model, optimizer), (plain, _) = pair = make_pair(_sgd)
         for step in range(3):
-            for trained, using in ((model, optimizer), (plain, its)):
-                take_steps(trained, using, range(step, step + 1))
+            train_pair(pair, range(step, step + 1))
+            for trained, _ in pair:
                 with torch.no_grad():
                     for parameter in trained.parameters():
                         parameter.mul_(0.9)
@@ -443,36 +411,13 @@ def test_an_older_kernel_and_none_that_tells() -> None:
         pages.fcntl.ioctl, pages._open_pagemap = real
 
 
-@needs_cpu_scaler
-@on("ranks2")
-def test_a_gradient_scaler() -> None:
-    models = []
-    for sharding in ("optimizer", None):
-        model, optimizer = _made(torch.optim.Adam, sharding)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
-        for step in range(5):
-            optimizer.zero_grad()
-            scaler.scale(make_loss(model, hvd.rank(), step)).backward()
-            if step == 2:
-                next(iter(model.parameters())).grad.fill_(float("inf"))
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-        models.append(model)
-    assert bits_of(models[0]) == bits_of(models[1])
-
-
-@pytest.mark.parametrize("ranks", [4])
 @on("ranks4")
-def test_members_of_a_process_set_and_a_size_of_one(ranks: int) -> None:
+def test_members_of_a_process_set_and_a_size_of_one() -> None:
     two, one = hvd.add_process_set([1, 3]), hvd.add_process_set([2])
     for process_set in (two, one):
         if process_set.included():
-            model, optimizer = _made(process_set=process_set)
-            plain, its = _made(sharding=None, process_set=process_set)
-            for trained, using in ((model, optimizer), (plain, its)):
-                take_steps(trained, using, range(3))
+            (model, _), (plain, _) = pair = make_pair(_sgd, process_set=process_set)
+            train_pair(pair, range(3))
             assert bits_of(model) == bits_of(plain)
     hvd.remove_process_set(two)
     hvd.remove_process_set(one)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import on, on_own
-from small_model import make_batch, make_model, take_steps
+from small_model import Pair, assert_pair_is_alike, make_batch, make_model, make_pair, take_steps, train_pair
 
 import horo.torch as hvd
 from horo.errors import ResourceError, UsageError
@@ -81,24 +81,8 @@ def _model() -> torch.nn.Module:
     return model
 
 
-def _pair(kind: Any, **options: Any) -> list[tuple[Any, Any]]:
-    """A model with a sharded optimizer, and one with a plain one."""
-    models = [_model(), _model()]
-    return [
-        (model, hvd.DistributedOptimizer(kind(model.parameters(), **options), model, sharding=sharding))
-        for model, sharding in zip(models, ("optimizer", None), strict=True)
-    ]
-
-
-def _assert_same(pair: list[tuple[Any, Any]]) -> None:
-    bits = [[parameter.flatten().tolist() for parameter in model.parameters()] for model, _ in pair]
-    assert bits[0] == bits[1]
-    own, their = (optimizer.state_dict() for _, optimizer in pair)
-    assert own["state"].keys() == their["state"].keys()
-    for index, entries in their["state"].items():
-        assert list(own["state"][index]) == list(entries)
-        for key, value in entries.items():
-            assert torch.equal(torch.as_tensor(own["state"][index][key]), torch.as_tensor(value)), (index, key)
+def _pair(kind: Any, **options: Any) -> Pair:
+    return make_pair(lambda parameters: kind(parameters, **options), _model)
 
 
 @pytest.mark.parametrize("kind", [_Clipped, _Decaying, _Reassigning, _LookingAhead])
@@ -106,11 +90,8 @@ def _assert_same(pair: list[tuple[Any, Any]]) -> None:
 def test_an_optimizer_that_writes_all_parameters_in_its_step(kind: Any) -> None:
     pair = _pair(kind, lr=0.05)
     for step in range(5):
-        for model, optimizer in pair:
-            take_steps(model, optimizer, range(step, step + 1))
-        bits = [[parameter.flatten().tolist() for parameter in model.parameters()] for model, _ in pair]
-        assert bits[0] == bits[1]
-    _assert_same(pair)
+        train_pair(pair, range(step, step + 1))
+        assert_pair_is_alike(pair, in_order=False)
 
 
 @on("ranks")
@@ -122,9 +103,7 @@ def test_state_that_is_cleared_comes_back_in_the_same_order() -> None:
         take_steps(model, optimizer, range(2))
         optimizer.state.clear()
         take_steps(model, optimizer, range(2, 4))
-    _assert_same(pair)
-    own, their = (list(optimizer.state_dict()["state"]) for _, optimizer in pair)
-    assert own == their
+    assert_pair_is_alike(pair)
 
 
 @on("ranks")
@@ -138,7 +117,7 @@ def test_a_parameter_that_a_script_replaces() -> None:
         model[0].weight = new
         del optimizer.state[old]
         take_steps(model, optimizer, range(2, 5))
-    _assert_same(pair)
+    assert_pair_is_alike(pair)
 
 
 @on("ranks2")
@@ -151,7 +130,7 @@ def test_a_model_that_is_shared_with_other_processes_before_each_step_takes_no_m
             if step != 3 or hvd.rank() == 1:
                 model.share_memory()
         sizes.add(os.fstat(pair[0][1]._sharded_step._placement.memory.descriptor).st_size)
-    _assert_same(pair)
+    assert_pair_is_alike(pair)
     assert len(sizes) == 1
 
 
@@ -177,7 +156,7 @@ def test_a_rank_without_memory_for_more_parameters_and_another_try() -> None:
                     optimizer.step()
                 memory.Pages = pages  # type: ignore[misc]
             optimizer.step()
-    _assert_same(pair)
+    assert_pair_is_alike(pair)
 
 
 @on_own(2)

@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import RankPool, on
-from small_model import bits_of, make_loss, make_model, needs_cpu_scaler, take_steps
+from small_model import (
+    Pair,
+    assert_pair_is_alike,
+    bits_of,
+    make_loss,
+    make_model,
+    make_pair,
+    needs_cpu_scaler,
+    take_steps,
+    train_pair,
+)
 
 import horo.torch as hvd
 
@@ -20,28 +30,14 @@ def _adam(parameters: Any, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, **{"lr": 0.01, **options})
 
 
-def _pair(make: Make = make_model, kind: Any = _adam, **options: Any) -> list[tuple[Any, Any]]:
-    """A model with a sharded optimizer, and one with an unsharded one."""
-    models = [make(), make()]
-    return [
-        (model, hvd.DistributedOptimizer(kind(model.parameters(), **options), model, sharding=sharding))
-        for model, sharding in zip(models, ("optimizer", None), strict=True)
-    ]
+def _pair(make: Make = make_model, kind: Any = _adam, **options: Any) -> Pair:
+    return make_pair(lambda parameters: kind(parameters, **options), make)
 
 
-def _go_on(pair: list[tuple[Any, Any]], steps: range) -> None:
-    """Both train, and have equal bits."""
-    for model, optimizer in pair:
-        take_steps(model, optimizer, steps)
-    _assert_same(pair)
-
-
-def _assert_same(pair: list[tuple[Any, Any]]) -> None:
-    (model, optimizer), (plain, its) = pair
-    assert bits_of(model) == bits_of(plain)
-    assert str(optimizer.state_dict()["state"]) == str(its.state_dict()["state"])
-    told = hvd.allgather_object(bits_of(model))
-    assert all(each == told[0] for each in told)
+def _go_on(pair: Pair, steps: range) -> None:
+    """Both train, and are alike then."""
+    train_pair(pair, steps)
+    assert_pair_is_alike(pair)
 
 
 @on("ranks2")
@@ -51,14 +47,14 @@ def test_compiled_models_and_steps() -> None:
     for step in range(3):
         for model, (_, optimizer) in zip(compiled, pair, strict=True):
             take_steps(model, optimizer, range(step, step + 1))
-    _assert_same(pair)
+    assert_pair_is_alike(pair)
     steps = [torch.compile(optimizer.step, backend="eager") for _, optimizer in pair]
     for step in range(3, 6):
         for (model, optimizer), call in zip(pair, steps, strict=True):
             optimizer.zero_grad()
             make_loss(model, hvd.rank(), step).backward()
             call()
-    _assert_same(pair)
+    assert_pair_is_alike(pair)
     _go_on(pair, range(6, 8))
 
 
@@ -116,9 +112,10 @@ def test_a_state_whose_tensors_become_the_parameters() -> None:
 
 
 @needs_cpu_scaler
+@pytest.mark.parametrize("fused", [False, True])
 @on("ranks2")
-def test_a_fused_step_under_a_gradient_scaler() -> None:
-    pair = _pair(fused=True)
+def test_a_step_under_a_gradient_scaler(fused: bool) -> None:
+    pair = _pair(fused=fused)
     for model, optimizer in pair:
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
         for step in range(6):
@@ -132,7 +129,7 @@ def test_a_fused_step_under_a_gradient_scaler() -> None:
             scaler.step(optimizer)
             scaler.update()
         assert scaler.get_scale() == 8.0
-    _assert_same(pair)
+    assert_pair_is_alike(pair)
 
 
 # -- other numbers of ranks ------------------------------------------------------------------------------------------

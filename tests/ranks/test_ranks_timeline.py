@@ -17,20 +17,18 @@ ADASUM_PHASES = ("ALLTOALL", "DOT_PRODUCTS", "SUM_OF_PRODUCTS", "COMBINE", "ALLG
 STEP = ["NEGOTIATE_ALLREDUCE", "ALLREDUCE", "  SHM_ALLREDUCE"]
 
 
-def test_rank_0_writes_what_all_have_done_with_horovods_names(ranks2: RankPool, tmp_path: Path) -> None:
-    def check(path: Path) -> None:
-        hvd.start_timeline(str(path), mark_cycles=True)
-        hvd.barrier()
-        hvd.allreduce(torch.ones(5, 1000), name="x")
-        hvd.allgather(torch.ones(hvd.rank() + 1), name="x")
-        hvd.broadcast(torch.ones(3), 0, name="x")
-        hvd.alltoall(torch.ones(4), name="x")
-        hvd.reducescatter(torch.ones(4), name="x")
-        hvd.allreduce(torch.ones(2), op=hvd.Adasum, name="y")
-        hvd.stop_timeline()
-        hvd.barrier()
-
-    ranks2.run(check, tmp_path / "t.json")
+@on("ranks2")
+def test_rank_0_writes_what_all_have_done_with_horovods_names(tmp_path: Path) -> None:
+    hvd.start_timeline(str(tmp_path / "t.json"), mark_cycles=True)
+    hvd.barrier()
+    hvd.allreduce(torch.ones(5, 1000), name="x")
+    hvd.allgather(torch.ones(hvd.rank() + 1), name="x")
+    hvd.broadcast(torch.ones(3), 0, name="x")
+    hvd.alltoall(torch.ones(4), name="x")
+    hvd.reducescatter(torch.ones(4), name="x")
+    hvd.allreduce(torch.ones(2), op=hvd.Adasum, name="y")
+    hvd.stop_timeline()
+    hvd.barrier()
     assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
     events = parse_timeline(tmp_path / "t.json")
     rows = rows_of(events)
@@ -111,44 +109,40 @@ def test_operations_of_process_sets_have_rows_of_their_own(tmp_path: Path) -> No
     assert len({*teams[0]}) == 3  # the set that has got the number of another one is told from it
 
 
-def test_the_variable_starts_one_at_each_init_and_no_file_replaces_another(fresh2: RankPool, tmp_path: Path) -> None:
-    def check(path: str) -> None:
-        os.environ["HOROVOD_TIMELINE"] = path
-        os.environ["HOROVOD_TIMELINE_MARK_CYCLES"] = "1"
-        for number in range(3):
-            hvd.init()
-            hvd.allreduce(torch.ones(3), name=f"n{number}")
-            hvd.barrier()
-            hvd.shutdown()
-
-    fresh2.run(check, str(tmp_path / "t.json"))
+@on("fresh2")
+def test_the_variable_starts_one_at_each_init_and_no_file_replaces_another(tmp_path: Path) -> None:
+    os.environ["HOROVOD_TIMELINE"] = str(tmp_path / "t.json")
+    os.environ["HOROVOD_TIMELINE_MARK_CYCLES"] = "1"
+    for number in range(3):
+        hvd.init()
+        hvd.allreduce(torch.ones(3), name=f"n{number}")
+        hvd.barrier()
+        hvd.shutdown()
     files = [tmp_path / name for name in ("t.json", "t.2.json", "t.3.json")]
-    assert sorted(tmp_path.iterdir()) == sorted(files)
-    for number, path in enumerate(files):
+    for number, path in enumerate(files if os.environ["HOROVOD_RANK"] == "0" else []):
+        assert sorted(tmp_path.iterdir()) == sorted(files)
         events = parse_timeline(path)
         assert rows_of(events)[f"allreduce.n{number}"] == STEP
         assert {"CYCLE_START", "HORO_END"} <= {event.get("name") for event in events}
 
 
-def test_horovods_word_dynamic_writes_nothing_before_a_start(fresh2: RankPool, tmp_path: Path) -> None:
-    def check(folder: Path) -> None:
-        os.chdir(folder)
-        os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
-        hvd.init()
-        hvd.allreduce(torch.ones(3), name="before")
-        hvd.barrier()
-        assert list(folder.iterdir()) == []
-        hvd.barrier()
-        hvd.start_timeline("t.json")
-        hvd.start_timeline("t.json")  # as in Horovod's own tests
-        hvd.allreduce(torch.ones(3), name="x")
-        hvd.stop_timeline()
-        hvd.stop_timeline()
-        hvd.barrier()
-        hvd.shutdown()
-
-    fresh2.run(check, tmp_path)
+@on("fresh2")
+def test_horovods_word_dynamic_writes_nothing_before_a_start(tmp_path: Path) -> None:
+    os.chdir(tmp_path)
+    os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"
+    hvd.init()
+    hvd.allreduce(torch.ones(3), name="before")
+    hvd.barrier()
+    assert list(tmp_path.iterdir()) == []
+    hvd.barrier()
+    hvd.start_timeline("t.json")
+    hvd.start_timeline("t.json")  # as in Horovod's own tests
+    hvd.allreduce(torch.ones(3), name="x")
+    hvd.stop_timeline()
+    hvd.stop_timeline()
+    hvd.barrier()
     assert "allreduce.x" in rows_of(parse_timeline(tmp_path / "t.json"))
+    hvd.shutdown()
 
 
 @on("ranks2")
@@ -182,28 +176,27 @@ def test_a_variable_with_such_a_path_fails_init_by_its_name(tmp_path: Path) -> N
     hvd.shutdown()
 
 
-def test_a_forked_child_is_refused_and_leaves_the_file_alone(ranks2: RankPool, tmp_path: Path) -> None:
-    def check(path: Path) -> None:
-        hvd.start_timeline(path)
-        hvd.barrier()
-        child = os.fork()
-        if child == 0:
-            code = 1
+@on("ranks2")
+def test_a_forked_child_is_refused_and_leaves_the_file_alone(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    hvd.start_timeline(path)
+    hvd.barrier()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            hvd.start_timeline(path)
+        except hvd.UsageError:
             try:
-                hvd.start_timeline(path)
+                hvd.stop_timeline()
             except hvd.UsageError:
-                try:
-                    hvd.stop_timeline()
-                except hvd.UsageError:
-                    code = 0
-            os._exit(code)
-        assert os.waitpid(child, 0) == (child, 0)
-        hvd.allreduce(torch.ones(3), name="after")
-        hvd.stop_timeline()
-        hvd.barrier()
-
-    ranks2.run(check, tmp_path / "t.json")
-    assert rows_of(parse_timeline(tmp_path / "t.json"))["allreduce.after"] == STEP
+                code = 0
+        os._exit(code)
+    assert os.waitpid(child, 0) == (child, 0)
+    hvd.allreduce(torch.ones(3), name="after")
+    hvd.stop_timeline()
+    hvd.barrier()
+    assert rows_of(parse_timeline(path))["allreduce.after"] == STEP
 
 
 def test_the_ranks_that_stay_make_the_file_of_one_that_is_killed(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import run_python
-from rank_pool import RankPool, on, one_of
+from rank_pool import on, one_of
 from small_model import (
     assert_close,
     gradients_of,
@@ -51,30 +51,28 @@ def test_skip_synchronize_without_synchronize_is_an_error_in_horovods_order() ->
         optimizer.step()  # there is no gradient
 
 
-def test_skip_synchronize_with_a_closure_wants_averaged_gradients(ranks2_in_each_order: RankPool) -> None:
-    def check(mode: str) -> None:
-        model, optimizer = made()
-        wanted = mean_gradients(model, hvd.size())
+@pytest.mark.parametrize("mode", ["synchronized", "plain"])
+@on("ranks2_in_each_order")
+def test_skip_synchronize_with_a_closure_wants_averaged_gradients(mode: str) -> None:
+    model, optimizer = made()
+    wanted = mean_gradients(model, hvd.size())
 
-        def closure() -> Any:
-            optimizer.zero_grad()
-            loss = make_loss(model, hvd.rank())
-            loss.backward()
-            if mode == "synchronized":
-                optimizer.synchronize()
-            return loss
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = make_loss(model, hvd.rank())
+        loss.backward()
+        if mode == "synchronized":
+            optimizer.synchronize()
+        return loss
 
-        with optimizer.skip_synchronize():
-            if mode == "synchronized" or isinstance(optimizer._reducer, BackwardReducer):
+    with optimizer.skip_synchronize():
+        if mode == "synchronized" or isinstance(optimizer._reducer, BackwardReducer):
+            optimizer.step(closure)
+            assert_close(gradients_of(model), wanted)
+        else:
+            with pytest.raises(ValueError, match="gradients are not averaged"):
                 optimizer.step(closure)
-                assert_close(gradients_of(model), wanted)
-            else:
-                with pytest.raises(ValueError, match="gradients are not averaged"):
-                    optimizer.step(closure)
-                optimizer.synchronize()
-
-    ranks2_in_each_order.run(check, "synchronized")
-    ranks2_in_each_order.run(check, "plain")
+            optimizer.synchronize()
 
 
 @on("ranks2_in_each_order")

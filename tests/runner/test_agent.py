@@ -93,8 +93,13 @@ def gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
-def test_it_ends_its_ranks_when_nobody_listens_any_more(agent: Agent) -> None:
-    agent.job("trap '' TERM; while :; do sleep 0.1; done")
+@pytest.mark.parametrize("is_elastic", [False, True])
+def test_it_ends_its_ranks_when_nobody_listens_any_more(agent: Agent, is_elastic: bool) -> None:
+    """Workers of an elastic job at once."""
+    changed: dict[str, object] = {"ranks": {}, "grace_s": 600} if is_elastic else {}
+    agent.job("trap '' TERM; while :; do sleep 0.1; done", **changed)
+    if is_elastic:
+        agent.send(encode_json(Kind.START, {"slot": 0, "environment": {}}, 0))
     pid = agent.message(Kind.STARTED).json()["pid"]
     agent.process.stdin.close()  # type: ignore[union-attr]
     assert agent.process.wait(30) == 0
@@ -119,10 +124,17 @@ def test_it_ends_its_ranks_on_sigterm_and_says_so(agent: Agent) -> None:
         ({"ranks": {"zero": {}}}, "an invalid message"),
         ({"ranks": None}, "an invalid message"),
         ({"command": []}, "an invalid message"),
+        *(
+            ({"ranks": {}, "start": start}, "an invalid message")
+            for start in ({"slot": "x", "environment": {}}, {"slot": 0}, {"slot": 0, "environment": {"A": 1}})
+        ),
     ],
 )
-def test_it_says_why_a_job_cannot_run(agent: Agent, changed: dict[str, object], fact: str) -> None:
+def test_it_says_why_a_job_or_a_worker_cannot_run(agent: Agent, changed: dict[str, object], fact: str) -> None:
+    start = changed.pop("start", None)
     agent.job(**changed)
+    if start is not None:
+        agent.send(encode_json(Kind.START, start, 0))
     assert fact in agent.message(Kind.FAILED).json()["message"]
     assert agent.process.wait(30) == 0
 
@@ -182,15 +194,6 @@ def test_a_worker_that_cannot_start_is_reported_and_the_agent_stays(agent: Agent
     assert agent.process.wait(30) == 0
 
 
-def test_it_kills_workers_at_once_when_nobody_listens_any_more(agent: Agent) -> None:
-    agent.job("trap '' TERM; while :; do sleep 0.1; done", ranks={}, grace_s=600)
-    agent.send(encode_json(Kind.START, {"slot": 0, "environment": {}}, 0))
-    pid = agent.message(Kind.STARTED).json()["pid"]
-    agent.process.stdin.close()  # type: ignore[union-attr]
-    assert agent.process.wait(30) == 0
-    assert gone(pid)
-
-
 @pytest.mark.parametrize("comes_again", [True, False])
 def test_sigterm_takes_the_workers_of_an_elastic_job_away_and_ends_those_that_stay(
     agent: Agent, comes_again: bool
@@ -205,14 +208,6 @@ def test_sigterm_takes_the_workers_of_an_elastic_job_away_and_ends_those_that_st
         agent.process.send_signal(signal.SIGTERM)
     assert "SIGTERM came to the agent" in agent.message(Kind.FAILED).json()["message"]
     assert agent.message(Kind.EXITED).json()["signal"] == signal.SIGTERM
-    assert agent.process.wait(30) == 0
-
-
-@pytest.mark.parametrize("start", [{"slot": "x", "environment": {}}, {"slot": 0}, {"slot": 0, "environment": {"A": 1}}])
-def test_a_worker_that_is_none_is_refused(agent: Agent, start: dict[str, object]) -> None:
-    agent.job(ranks={})
-    agent.send(encode_json(Kind.START, start, 0))
-    assert "an invalid message" in agent.message(Kind.FAILED).json()["message"]
     assert agent.process.wait(30) == 0
 
 
@@ -271,13 +266,6 @@ def test_all_hosts_that_cannot_be_used_are_named_each_with_its_reason(hororun: H
     ]
 
 
-def test_a_remote_shell_that_does_not_exist_is_named(hororun: Hororun) -> None:
-    hororun.remote_shell = "/no/such/ssh"
-    done = hororun.run("-np", "1", "true", where="one:1")
-    assert done.returncode == 78
-    assert "/no/such/ssh" in done.stderr
-
-
 messages = st.lists(st.builds(Message, st.sampled_from(Kind), st.integers(0, 2**32 - 1), st.binary(max_size=300)))
 
 
@@ -334,13 +322,12 @@ def test_every_host_that_is_not_is_told_why(hororun: Hororun, tmp_path: Path) ->
     hororun.remote_shell = make_remote_shell(tmp_path, "exec sleep 60")
     done = hororun.run("--check-hosts", "--start-timeout", "1", where="three")
     assert done.stdout.startswith("three: no answer within 1 s from three")
+    hororun.remote_shell = "/no/such/ssh"
+    done = hororun.run("-np", "1", "true", where="one:1")
+    assert (done.returncode, "/no/such/ssh" in done.stderr) == (78, True)
 
 
-def test_a_version_and_a_directory_that_are_not_the_same_are_named(hororun: Hororun, tmp_path: Path) -> None:
-    python = python_that(tmp_path, "import horo.version; horo.version.__version__ = '9.9'")
-    done = hororun.run("--check-hosts", "--remote-python", python, where="localhost,one")
-    assert done.returncode == 78
-    assert "one: host one has horo 9.9 but this host has" in done.stdout
+def test_a_directory_that_is_not_there_is_named(hororun: Hororun, tmp_path: Path) -> None:
     python = python_that(tmp_path, "import pathlib; pathlib.Path.is_dir = lambda _: False")
     done = hororun.run("--check-hosts", "--remote-python", python, where="localhost,one", cwd=tmp_path)
     assert done.returncode == 78

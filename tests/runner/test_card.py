@@ -279,24 +279,6 @@ def test_one_rank_alone_has_a_card_without_others(hororun: Hororun, tmp_path: Pa
     assert "1 rank on 1 host, 20 steps" in done.stderr and "waiting for" not in done.stderr
 
 
-LEAVES = """
-import horo.torch as hvd
-from horo.torch.engine.runtime import current
-
-hvd.init()
-current().course.find_unused = lambda: 1 / 0
-hvd.shutdown()
-"""
-
-
-def test_a_rank_leaves_its_job_also_if_its_sums_cannot_be_told(hororun: Hororun, tmp_path: Path) -> None:
-    script = tmp_path / "leave.py"
-    script.write_text(LEAVES)
-    done = hororun.start("-np", "1", "--summary", "--", str(script)).finish(3 * TORCH_S)
-    assert done.returncode == 0, done.stderr
-    assert "hororun: done in " in done.stderr
-
-
 def test_a_rank_short_of_data_is_on_the_card_of_the_job_that_fails_of_it(hororun: Hororun, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)

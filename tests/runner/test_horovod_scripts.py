@@ -74,30 +74,28 @@ def in_front(folder: Path) -> str:
     return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
 
 
+SHORT_SCRIPT = "import sys, horovod; sys.stdout.write(f'{horovod.__version__} {sys.argv[1:]}\\n')"
+
+
 @pytest.mark.parametrize(
     ("where", "command"),
-    [("localhost:8", ["old.py"]), ("one:2,two:2", [sys.executable, "old.py"])],
+    [("localhost:8", ["old.py"]), ("one:2,two:2", [sys.executable, "short.py"])],
     ids=["direct-script", "agents-python"],
 )
 def test_a_script_of_horovods_runs_unchanged(
     hororun: Hororun, where: str, command: list[str], old_script: str, tmp_path: Path
 ) -> None:
-    installed = in_front(tmp_path / "installed")
+    (tmp_path / "short.py").write_text(SHORT_SCRIPT)
     words = ["--horovod", "--no-prefix", "-np", "2", *command, "5"]
-    done = hororun.start(*words, where=where, cwd=tmp_path, environment={"PYTHONPATH": installed}).finish(TORCH_S)
-    assert (done.returncode, done.stderr) == (0, "")
+    environment = {"PYTHONPATH": in_front(tmp_path / "installed")}
+    done = hororun.start(*words, where=where, cwd=tmp_path, environment=environment).finish(TORCH_S)
     expected = [line.format(size=2, arguments=["5"]) for line in PRINTED]
-    assert sorted(done.stdout.splitlines()) == sorted(2 * expected)
-
-
-def test_ranks_may_start_from_different_parameters_as_with_horovod(hororun: Hororun, tmp_path: Path) -> None:
-    old = "\n".join(line for line in OLD_SCRIPT.splitlines() if "hvd.broadcast" not in line)
-    (tmp_path / "train.py").write_text(old)
-    done = hororun.start("--horovod", "-np", "2", sys.executable, "train.py", cwd=tmp_path).finish(TORCH_S)
+    if command[-1] == "short.py":  # which says that it has not called init()
+        expected = ["0.28.1 ['5']"]
+    else:
+        assert done.stderr == ""
     assert done.returncode == 0, done.stderr
-    for rank in (0, 1):
-        lines = [line for line in done.stderr.splitlines() if line.startswith(f"[{rank}]")]
-        assert sum("parameter 'bias' is not equal on all ranks before the first step" in line for line in lines) == 1
+    assert sorted(done.stdout.splitlines()) == sorted(2 * expected)
 
 
 def test_this_host_takes_any_number_of_ranks_as_with_horovod(hororun: Hororun) -> None:
@@ -131,12 +129,13 @@ def test_without_the_option_horovod_is_what_is_installed(hororun: Hororun, tmp_p
     assert done.stdout == "the Horovod that is installed\n"
 
 
-@pytest.mark.parametrize("form", [["old.py"], ["-m", "old"]], ids=" ".join)
-def test_python_m_horo_horovod(form: list[str], old_script: str, tmp_path: Path) -> None:
-    words, environment = ["-m", "horo.horovod", *form, "--lr", "1"], {"PYTHONPATH": in_front(tmp_path / "installed")}
-    done = run_python(*words, cwd=tmp_path, environment=environment)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == [line.format(size=1, arguments=["--lr", "1"]) for line in PRINTED]
+def test_python_m_horo_horovod(old_script: str, tmp_path: Path) -> None:
+    (tmp_path / "short.py").write_text(SHORT_SCRIPT)
+    for form, printed in ((["old.py"], PRINTED), (["-m", "short"], ["0.28.1 {arguments}"])):
+        words = ["-m", "horo.horovod", *form, "--lr", "1"]
+        done = run_python(*words, cwd=tmp_path, environment={"PYTHONPATH": in_front(tmp_path / "installed")})
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.splitlines() == [line.format(size=1, arguments=["--lr", "1"]) for line in printed]
 
 
 FLAGS = [
@@ -173,14 +172,6 @@ MISSING = [
     ("import horovod.runner.elastic.worker", "No module named 'horovod.runner.elastic'"),
     ("import horovod.torch.nothing", "No module named 'horovod.torch.nothing'"),
 ]
-
-
-def test_what_is_missing_is_an_import_error(tmp_path: Path) -> None:
-    tries = [f"try:\n    {line}\nexcept ImportError as error:\n    print(repr(str(error)))\n" for line, _ in MISSING]
-    done = run_python("-m", "horo.horovod", "-c", IMPORT_TORCH_SILENTLY + "".join(tries), cwd=tmp_path)
-    for said, (_, text) in zip(map(ast.literal_eval, done.stdout.splitlines()), MISSING, strict=True):
-        assert said.startswith(text)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_horovod_that_is_imported_stays(tmp_path: Path, old_script: str) -> None:
@@ -243,9 +234,14 @@ print(len(seen), util.num_rank_is_power_2(8), util.check_num_rank_power_of_2(0))
 """
 
 
-def test_what_scripts_import_from_the_modules_of_horovod_is_there(tmp_path: Path) -> None:
-    done = run_python("-m", "horo.horovod", "-c", IMPORT_TORCH_SILENTLY + UTIL, cwd=tmp_path)
-    assert (done.stdout, done.stderr) == ("1 True False\n", "")
+def test_what_scripts_import_from_the_modules_of_horovod_is_there_or_an_import_error(tmp_path: Path) -> None:
+    tries = [f"try:\n    {line}\nexcept ImportError as error:\n    print(repr(str(error)))\n" for line, _ in MISSING]
+    done = run_python("-m", "horo.horovod", "-c", IMPORT_TORCH_SILENTLY + UTIL + "".join(tries), cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, *others = done.stdout.splitlines()
+    assert first == "1 True False"
+    for said, (_, text) in zip(map(ast.literal_eval, others), MISSING, strict=True):
+        assert said.startswith(text)
 
 
 def test_pythonpath_keeps_its_folders() -> None:

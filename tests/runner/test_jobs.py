@@ -9,13 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import Flags, Hororun, Launched, kill_all, make_remote_shell, parent_of, port_for_later, wait_until
-
-
-def shell(script: str, flags: Flags | None = None) -> list[str]:
-    """A rank that runs ``script`` in sh; ``flag NAME`` in it makes the file NAME.<rank>."""
-    folder = flags.folder if flags is not None else "/nonexistent"
-    return ["--", "sh", "-c", f'flag() {{ : > "{folder}/$1.$HOROVOD_RANK"; }}\n{script}']
+from jobs import Flags, Hororun, Launched, kill_all, make_remote_shell, parent_of, port_for_later, shell, wait_until
 
 
 def test_ranks_get_their_numbers(hororun: Hororun, where: str) -> None:
@@ -168,7 +162,7 @@ def test_kill_9_of_an_agent_leaves_nothing_and_is_reported(hororun: Hororun, fla
         "-np", "3", "--grace-seconds", "0.2", *shell(STUBBORN, flags), where="one:2,two:2", stderr=-1
     )  # fmt: skip
     flags.wait(["up.0", "up.1", "up.2"])
-    os.kill(max(agents(job)), signal.SIGKILL)
+    os.kill(max(job.agents()), signal.SIGKILL)
     done = job.finish()
     assert done.returncode == 69
     assert "was lost with its host (ssh ended with code 137" in done.stderr
@@ -185,10 +179,6 @@ def test_a_host_lost_while_another_is_awaited_ends_the_start(hororun: Hororun, t
     done = job.finish()
     assert done.returncode == 69
     assert "host one was lost" in done.stderr
-
-
-def agents(job: Launched) -> list[int]:
-    return [pid for pid in job.processes("horo.runner.agent") if parent_of(pid) == job.process.pid]
 
 
 def behind_a_shell(job: Launched, word: str) -> list[int]:

@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from jobs import Flags, Hororun, wait_until
+from jobs import Flags, Hororun, shell, wait_until
 from skips import apt_install
 
 from horo.runner import loop as under_test
@@ -165,16 +165,12 @@ def end_later() -> Iterator[Callable[[Path], int]]:
         os.kill(pid, signal.SIGKILL)
 
 
-def shell(flags: Flags, script: str) -> list[str]:
-    return ["-np", "1", "--grace-seconds", "0.2", "--", "sh", "-c", script.replace("FOLDER", str(flags.folder))]
-
-
 @pytest.mark.usefixtures("needs_root")
 def test_another_users_process_is_named_and_left(
     hororun: Hororun, where: str, flags: Flags, end_later: Callable[[Path], int]
 ) -> None:
-    words = shell(flags, f"{AS_ANOTHER_USER} setsid sleep 300 & echo $! > FOLDER/pid; {SLEEPS}")
-    job = hororun.start(*words, where=where, prefix=WITHOUT_KILL)
+    script = f"{AS_ANOTHER_USER} setsid sleep 300 & echo $! > {flags.folder}/pid; {SLEEPS}"
+    job = hororun.start("-np", "1", "--grace-seconds", "0.2", *shell(script), where=where, prefix=WITHOUT_KILL)
     _, said = job.process.communicate(timeout=30)
     pid, host = end_later(flags.folder / "pid"), where.partition(":")[0]
     assert job.process.returncode == 0
@@ -188,8 +184,8 @@ def test_another_users_process_is_named_and_left(
 def test_a_rank_of_another_user_does_not_hold_up_the_end(
     hororun: Hororun, where: str, flags: Flags, end_later: Callable[[Path], int]
 ) -> None:
-    words = shell(flags, f"echo $$ > FOLDER/pid; : > FOLDER/up.0; exec {AS_ANOTHER_USER} sleep 300")
-    job = hororun.start(*words, where=where, prefix=WITHOUT_KILL)
+    script = f"echo $$ > {flags.folder}/pid; flag up; exec {AS_ANOTHER_USER} sleep 300"
+    job = hororun.start("-np", "1", "--grace-seconds", "0.2", *shell(script, flags), where=where, prefix=WITHOUT_KILL)
     flags.wait(["up.0"])
     pid = end_later(flags.folder / "pid")
     wait_until(lambda: Path(f"/proc/{pid}/comm").read_text() == "sleep\n", "the rank is another user's")

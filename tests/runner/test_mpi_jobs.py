@@ -145,13 +145,18 @@ def test_an_mpirun_killed_by_a_signal_is_128_and_the_signal(hororun: Hororun, fa
     assert done.returncode == 137
 
 
-def test_an_mpirun_that_ignores_sigterm_is_killed_after_grace_time(hororun: Hororun, fake: Path, flags: Flags) -> None:
-    script = f"trap '' TERM; : > {flags.folder}/up; while :; do sleep 0.1; done"
-    words = ["--mpi", "-np", "1", "--grace-seconds", "0.2", "--", "sh", "-c", script]
+@pytest.mark.parametrize(("number", "grace_s"), [(signal.SIGTERM, "0.2"), (signal.SIGINT, "1000")])
+def test_an_mpirun_that_ignores_sigterm_is_killed_after_grace_time_or_at_a_second_signal(
+    hororun: Hororun, fake: Path, flags: Flags, number: signal.Signals, grace_s: str
+) -> None:
+    script = f"trap ': > {flags.folder}/term' TERM; : > {flags.folder}/up; while :; do sleep 0.05; done"
+    words = ["--mpi", "-np", "1", "--grace-seconds", grace_s, "--", "sh", "-c", script]
     job = hororun.start(*words, where="localhost:1", environment=path_with(fake))
     flags.wait(["up"])
-    job.process.send_signal(signal.SIGTERM)
-    assert job.finish().returncode == 143
+    for _ in range(2 if number == signal.SIGINT else 1):
+        job.process.send_signal(number)
+        flags.wait(["term"])
+    assert job.finish().returncode == 128 + number
 
 
 def test_mpirun_gets_signals_that_users_trap_once(hororun: Hororun, fake: Path, flags: Flags) -> None:
@@ -188,10 +193,6 @@ def test_a_reader_that_leaves_ends_the_job(hororun: Hororun, fake: Path) -> None
         (["--mpirun", "/no/such/mpirun"], 78, "--mpirun /no/such/mpirun: there is no such program"),
         (["--mpirun", "false"], 78, "false is of no kind that hororun knows"),
         (["--store-port", "5000"], 2, "--store-port is for --launcher slurm and ssh"),
-        (["--master-port", "5000"], 2, "--master-port is for"),
-        (["--no-torch-env"], 2, "--no-torch-env is for"),
-        (["--host-timeout", "5"], 2, "--host-timeout is for"),
-        (["--remote-python", "/p"], 2, "--remote-python is for"),
         (["--tcp"], 2, "--tcp: only Spectrum MPI"),
         (["--mpi-args", "'"], 2, "--mpi-args"),
         (["--binding-args", "'"], 2, "--binding-args"),
@@ -203,19 +204,16 @@ def test_what_mpirun_cannot_do_is_told(hororun: Hororun, fake: Path, words: list
     assert fact in done.stderr
 
 
-def test_an_mpi_that_is_not_there_is_one_sentence(hororun: Hororun, tmp_path: Path) -> None:
-    hororun.remote_shell = ""
-    done = hororun.run("--mpi", "-np", "1", "true", where="localhost:1", environment={"PATH": str(tmp_path)})
-    assert (done.returncode, done.stderr.count("\n")) == (78, 1), done.stderr
-    assert "there is no mpirun or mpiexec in PATH" in done.stderr
-
-
-def test_an_mpirun_that_does_not_say_who_it_is_is_given_up(hororun: Hororun, fake: Path) -> None:
+def test_an_mpi_that_is_not_there_or_does_not_say_who_it_is_is_one_sentence(hororun: Hororun, fake: Path) -> None:
     (fake / "mpirun").write_text("#!/bin/sh\nexec sleep 60\n")
-    words = ["--mpi", "-np", "1", "--start-timeout", "0.3", "true"]
-    done = hororun.run(*words, where="localhost:1", environment=path_with(fake))
-    assert (done.returncode, done.stderr.count("\n")) == (78, 1), done.stderr
-    assert "has not answered within 0.3 s" in done.stderr
+    for path, told in (
+        ({"PATH": str(fake.parent)}, "there is no mpirun or mpiexec in PATH"),
+        (path_with(fake), "has not answered within 0.3 s"),
+    ):
+        words = ["--mpi", "-np", "1", "--start-timeout", "0.3", "true"]
+        done = hororun.run(*words, where="localhost:1", environment=path)
+        assert (done.returncode, done.stderr.count("\n")) == (78, 1), done.stderr
+        assert told in done.stderr
 
 
 def test_jsrun_is_taken_in_a_job_of_lsf_that_has_it(hororun: Hororun, tmp_path: Path) -> None:
@@ -232,21 +230,6 @@ def test_jsrun_is_taken_in_a_job_of_lsf_that_has_it(hororun: Hororun, tmp_path: 
         "--nrs 2 --rs_per_host 1 --tasks_per_rs 2 --cpu_per_rs ALL_CPUS --gpu_per_rs ALL_GPUS --bind none "
         "--stdio_mode prepended train\nd .\n"
     )
-    done = hororun.run("--jsrun", "-np", "4", "train", where="n1:4", environment=environment)
-    assert "leave out -H" in done.stderr
-    done = hororun.run("--jsrun", "-np", "4", "train", where=None, environment=path_with(tmp_path))
-    assert "this is no LSF job" in done.stderr
-
-
-def test_a_second_signal_kills_at_once(hororun: Hororun, fake: Path, flags: Flags) -> None:
-    script = f"trap ': > {flags.folder}/term' TERM; : > {flags.folder}/up; while :; do sleep 0.05; done"
-    words = ["--mpi", "-np", "1", "--grace-seconds", "1000", "--", "sh", "-c", script]
-    job = hororun.start(*words, where="localhost:1", environment=path_with(fake))
-    flags.wait(["up"])
-    job.process.send_signal(signal.SIGINT)
-    flags.wait(["term"])
-    job.process.send_signal(signal.SIGINT)
-    assert job.finish().returncode == 130
 
 
 HOSTS = (HostSpec("h1", slots=2), HostSpec("h2", slots=2))
@@ -275,11 +258,11 @@ def test_a_family_is_known_by_what_its_version_says(version: str, family: Family
     assert family_of("/m/mpirun", version) is family
 
 
-@pytest.mark.parametrize(("version", "said"), [("", "nothing"), ("\nLAM 7.1\nx\n", "LAM 7.1")])
-def test_an_unknown_mpirun_is_quoted(version: str, said: str) -> None:
-    with pytest.raises(JobError, match=f"/m/mpirun is of no kind that hororun knows.*says: {said}") as error:
-        family_of("/m/mpirun", version)
-    assert error.value.code == 78
+def test_an_unknown_mpirun_is_quoted() -> None:
+    for version, said in (("", "nothing"), ("\nLAM 7.1\nx\n", "LAM 7.1")):
+        with pytest.raises(JobError, match=f"/m/mpirun is of no kind that hororun knows.*says: {said}") as error:
+            family_of("/m/mpirun", version)
+        assert error.value.code == 78
 
 
 OPEN = "/m/mpirun -np 4 -H h1:2,h2:2 --bind-to none --map-by slot"

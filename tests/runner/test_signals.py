@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import psutil
 import pytest
-from jobs import Flags, Hororun, Launched, make_remote_shell, wait_until
+from jobs import Flags, Hororun, Launched, make_remote_shell, shell, state_of, wait_until
 from parsing import parsed
 
 from horo.runner.job.signals import SignalsToRanks
@@ -125,10 +124,6 @@ def noting(flags: Flags, numbers: Sequence[int], ends: bool = False) -> list[str
     return ["--", sys.executable, "-S", "-c", script.replace("{numbers}", str([int(number) for number in numbers]))]
 
 
-def agents(job: Launched) -> list[int]:
-    return [pid for pid in job.processes("horo.runner.agent") if psutil.Process(pid).ppid() == job.process.pid]
-
-
 def have_come(flags: Flags, numbers: Sequence[int], ranks: int) -> None:
     flags.wait([f"got.{int(number)}.{rank}" for number in numbers for rank in range(ranks)])
 
@@ -149,7 +144,7 @@ def test_signals_that_come_to_agents_reach_all_ranks(hororun: Hororun, flags: Fl
     job = hororun.start("-np", "3", *noting(flags, numbers), where="localhost:1,one:1,two:1")
     flags.wait(["up.0", "up.1", "up.2"])
     for number in numbers:
-        os.kill(agents(job)[0], number)
+        os.kill(job.agents()[0], number)
         have_come(flags, [number], 3)
     job.process.send_signal(signal.SIGTERM)
     assert job.finish().returncode == 143
@@ -265,10 +260,6 @@ BATCH = [
 STUBBORN = "trap '' TERM; flag up; while :; do sleep 0.1; done"
 
 
-def shell(script: str, flags: Flags) -> list[str]:
-    return ["--", "sh", "-c", f"flag() {{ : > {flags.folder}/$1.$HOROVOD_RANK; }}; {script}"]
-
-
 @pytest.mark.parametrize("environment", BATCH, ids=["slurm", "lsf", "pbs"])
 @pytest.mark.parametrize("where", ["", "-H h1:2 "])
 def test_it_is_longer_in_batch_jobs(
@@ -318,11 +309,6 @@ LIMIT_S = 10.0
 """Long enough that no process is held up for so long by a busy machine, once it may run."""
 
 
-def state(pid: int) -> str:
-    """What ps shows of it: S sleeps, T is stopped."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
 def suspend(*jobs: Launched, longer_than_s: float) -> None:
     """Stops all processes of the jobs for longer than the limit and continues them, hororun last.
 
@@ -332,7 +318,7 @@ def suspend(*jobs: Launched, longer_than_s: float) -> None:
     pids = [pid for job in jobs for pid in job.processes() if pid not in launchers]
     send_signal(pids, signal.SIGSTOP)  # a sleep of the ranks' scripts may have ended
     for launcher in launchers:
-        wait_until(lambda launcher=launcher: state(launcher) == "S", "hororun sleeps")
+        wait_until(lambda launcher=launcher: state_of(launcher) == "S", "hororun sleeps")
         send_signal([launcher], signal.SIGSTOP)
     begin_s = time.monotonic()
     wait_until(lambda: time.monotonic() - begin_s > longer_than_s, "the limit has passed")
@@ -356,19 +342,15 @@ def test_the_time_of_a_suspend_counts_neither_for_hosts_nor_as_grace(hororun: Ho
     flags.wait(["saved.0", "saved.1"])
 
 
-def are_stopped(pids: list[int]) -> list[bool]:
-    return [state(pid) == "T" for pid in pids]
-
-
 def test_ctrl_z_stops_the_ranks_of_this_host_with_hororun(hororun: Hororun, flags: Flags) -> None:
     script = f"echo $$ > {flags.folder}/pid.$HOROVOD_RANK; flag up; while ! test -e {flags.folder}/go; do :; done"
     job = hororun.start("-np", "2", *shell(script, flags))
     flags.wait(["up.0", "up.1"])
     pids = [job.process.pid, int(flags.read("pid.0")), int(flags.read("pid.1"))]
     job.process.send_signal(signal.SIGTSTP)
-    wait_until(lambda: all(are_stopped(pids)), "hororun and both ranks are stopped")
+    wait_until(lambda: all(state_of(pid) == "T" for pid in pids), "hororun and both ranks are stopped")
     job.process.send_signal(signal.SIGCONT)
-    wait_until(lambda: not any(are_stopped(pids)), "they run again")
+    wait_until(lambda: not any(state_of(pid) == "T" for pid in pids), "they run again")
     (flags.folder / "go").touch()
     done = job.finish()
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,5 +1,6 @@
 """`make` names what is missing before it changes anything; failed tests run again, which finds the flaky ones."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -83,15 +84,15 @@ def test_broken(case):
 def run_twice(folder: Path, broken: int, code: str = "") -> subprocess.CompletedProcess[str]:
     """A run of pytest on ``broken`` broken tests, a flaky and a good one, and the second run behind it."""
     (folder / "test_it.py").write_text(TESTS.format(broken=broken) + code)
-    cache = folder / "cache"
+    cache, env = folder / "cache", {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # others take long to load
     pytest_again = f'exec "{sys.executable}" -m pytest -q -p no:xdist $PYTEST_ARGS test_it.py'
     first = f'PYTEST_ARGS="-o cache_dir={cache}"; {pytest_again}'
     log = folder / "log"
     with log.open("wb") as output:
-        done = subprocess.run(["sh", "-c", first], cwd=folder, stdout=output, timeout=120, check=False)
+        done = subprocess.run(["sh", "-c", first], cwd=folder, env=env, stdout=output, timeout=120, check=False)
     assert done.returncode != 0
     command = [ROOT / ".ci" / "again", cache, log, "sh", "-c", pytest_again]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_a_test_that_passes_alone_is_flaky(tmp_path: Path) -> None:

@@ -36,10 +36,10 @@ MAY_INCLUDE: dict[str, set[str]] = {
 HAVE_ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     "engine": {
         "drive": (), "requests": ("drive",), "agree": (), "announce": ("requests",), "round": ("drive", "requests"),
-        "lead": ("drive", "pairs", "agree", "announce", "round"), "execute": ("group", "requests"),
+        "lead": ("drive", "agree", "announce", "round"), "execute": ("group", "requests"),
         "group": ("drive", "requests", "announce", "round", "lead", "execute"), "gpu": ("engine.h",),
         "membership": ("engine.h", "gpu"), "report": ("engine.h", "gpu"),
-        "pairs": ("drive", "requests"),
+        "pairs": ("drive", "requests", "lead"),
     }
 }  # fmt: skip
 """Per folder that is divided, its rooms, and for each the rooms and headers of it that it may include from."""

@@ -181,10 +181,7 @@ hr_status hr_arena_map(struct hr_arena *arena, void *memory, size_t memory_bytes
                        int local_size, size_t segment_bytes, struct hr_error *error);
 void hr_arena_unmap(struct hr_arena *arena);
 
-/*
- * The heads and rings of all pairs: those to a rank stand one behind another, by the sender. Status and *error as
- * hr_arena_map.
- */
+/* The heads and rings of all pairs: those to a rank stand together, by the sender. Statuses as hr_arena_map. */
 struct hr_pair_rings {
     struct hr_pair_head *heads;
     char *rings;
@@ -243,10 +240,7 @@ const char *hr_arena_last_words(const struct hr_arena *arena, int rank);
 
 /* Whoever sleeps on a word, in any process, wakes up. A change of the word comes first. */
 void hr_word_wake(_Atomic uint32_t *word);
-/*
- * Sleeps while the word has this value, NULL: for any time. 1 when woken, perhaps for no reason, or if the value is
- * another; 0 when the time is up; -1 for a signal.
- */
+/* Sleeps while the word has this value. 1: woken, perhaps for nothing, or another value; 0: time is up; -1: signal. */
 int hr_word_sleep(_Atomic uint32_t *word, uint32_t value, const struct timespec *timeout);
 
 #endif

@@ -29,10 +29,7 @@ struct hr_gathered {
     int64_t *first_dims; /* [size] rows from each rank */
 };
 
-/*
- * One batch: what all its tensors have in common, and the tensors. The arrays stay the engine's, until the work is
- * over.
- */
+/* One batch: what all its tensors have in common, and the tensors. The engine keeps the arrays until it is over. */
 struct hr_work {
     int op;        /* one that moves data */
     int reduce_op; /* of a reduction; may be AVERAGE */

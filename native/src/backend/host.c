@@ -103,10 +103,7 @@ static int take_kind(struct host_backend *host) {
     return least;
 }
 
-/*
- * Of all operands of a kind, the rows that fall to rank r, of which mine have outputs; -1: all that there is. Of a
- * reduce all fall to the root.
- */
+/* The rows of all operands of a kind that fall to rank r (a reduce's to the root); mine have outputs; -1: all. */
 static struct hr_fused fuse(const struct host_backend *host, struct hr_piece *pieces, int kind, int r) {
     struct hr_fused fused = {.pieces = pieces};
     for (size_t i = 0; i < host->work.count; i++) {
@@ -139,8 +136,7 @@ static int begin_scatter(struct host_backend *host, int begins_again) {
     const size_t done = begins_again ? host->run.direct.summed_bytes : 0;
     /* the sum of a reduce may have taken the place of the root's input, which a second try would need */
     if (work->prescale == 1.0 && by_rank[0].codec->is_plain && work->op != HORO_REDUCE) {
-        const struct hr_sum sum = {reduce_op, postscale};
-        const struct hr_move move = {by_rank, host->team->size, by_rank, -1, work->count, &sum};
+        const struct hr_move move = {by_rank, host->team->size, by_rank, -1, work->count, 1, {reduce_op, postscale}};
         if (begin_direct(host, &move)) {
             return HR_MOVED;
         }
@@ -362,18 +358,8 @@ static hr_status host_begin(struct hr_backend *backend, const struct hr_work *wo
 
 /* Of an operation whose first segment may be filled before the others are known to do the same; NULL: of another. */
 static struct hr_segments *segments_ahead(struct host_backend *host) {
-    if (host->is_direct || host->task == NULL || is_adasum(host)) {
-        return NULL;
-    }
-    switch (host->work.op) {
-    case HORO_ALLREDUCE: return &host->run.allreduce.segments;
-    case HORO_BROADCAST: return &host->run.broadcast.segments;
-    case HORO_REDUCESCATTER:
-    case HORO_REDUCE: return &host->run.reducescatter.segments;
-    case HORO_GATHER:
-    case HORO_SCATTER: return &host->run.alltoall.segments;
-    default: return NULL;
-    }
+    const int can = !host->is_direct && !is_adasum(host) && hr_op_is(host->work.op, HR_OP_BEGUN_AHEAD);
+    return can ? (struct hr_segments *)host->task : NULL; /* its first member */
 }
 
 static int host_begin_ahead(struct hr_backend *backend) {

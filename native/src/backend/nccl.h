@@ -44,10 +44,7 @@ struct hr_nccl_comm {
 int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struct hr_device *device, void *stream,
                     const struct hr_nccl_id *id, int size, int rank, struct hr_error *error);
 
-/*
- * CONNECTING, LAUNCHING, ENDING: 1 if it is another state now. IDLE: 1 if nothing is in flight any more, or it is
- * BROKEN. 0.
- */
+/* 1 if CONNECTING, LAUNCHING or ENDING is over, if IDLE has nothing in flight any more, or it is BROKEN; else 0. */
 int hr_nccl_poll(struct hr_nccl_comm *comm);
 
 /*
@@ -64,10 +61,7 @@ int hr_nccl_can(const horo_request *call);
  */
 void hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_team *team, const struct hr_work *work);
 
-/*
- * IDLE, and nothing in flight: the ranks end it, as all do. The state is ENDING or BROKEN. NCCL waits for the work of
- * all ranks, whose GPUs may be late.
- */
+/* IDLE, nothing in flight: all ranks end it, once the work of all has ended, however late. Now ENDING or BROKEN. */
 void hr_nccl_end(struct hr_nccl_comm *comm);
 /*
  * Ends what is in flight, with whatever it has. Any state but NONE; NULL is allowed. Those of one GPU all at once,

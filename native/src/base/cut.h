@@ -24,10 +24,7 @@ static inline size_t hr_place(size_t *end, size_t bytes, size_t alignment) {
     return begin;
 }
 
-/*
- * Cuts `count` into parts that differ by at most one, the longer ones first: where part `index` begins and how long it
- * is.
- */
+/* The begin and the length of part `index` of `count`: parts differ by at most one, the longer ones first. */
 static inline void hr_part(size_t count, size_t part_count, size_t index, size_t *begin, size_t *length) {
     const size_t base = count / part_count;
     const size_t longer = count % part_count;

@@ -34,10 +34,7 @@ enum hr_abort_reason {
     HR_REASON_ABORTED = 8, /* it has aborted the group, for the reason in its words */
 };
 
-/*
- * Records code and sentence unless an error is recorded already (the first one is the cause). Returns the recorded
- * code. NULL: nobody wants the sentence.
- */
+/* Records code and sentence of the first error, the cause; returns its code. NULL: nobody wants the sentence. */
 int hr_fail(struct hr_error *error, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
 /* Whether it is an error of enum horo_status: other numbers have no meaning to anybody. */

@@ -75,10 +75,7 @@ void hr_condition_wait(pthread_cond_t *condition, pthread_mutex_t *lock, int64_t
 
 /* ---- Descriptors ---- */
 
-/*
- * glibc has memfd_create since 2.27 only, and older headers, as those of conda's compilers, lack what belongs to it.
- * The kernel has all of it since 3.17.
- */
+/* Older headers lack these, as those of conda's compilers and glibc before 2.27; the kernel has them since 3.17. */
 #ifndef MFD_CLOEXEC
 #define MFD_CLOEXEC 0x0001U
 #define MFD_ALLOW_SEALING 0x0002U

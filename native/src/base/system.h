@@ -30,10 +30,7 @@ int hr_owner_is_here(const struct hr_owner *owner);
 
 /* ---- Threads ---- */
 
-/*
- * Starts a thread that gets no signals: those belong to the program's own threads. HORO_OK, or HORO_ERR_RESOURCE with
- * a sentence that names `what`.
- */
+/* Starts a thread without signals: those are for the program's own. HORO_OK, or HORO_ERR_RESOURCE naming `what`. */
 hr_status hr_thread_start(pthread_t *thread, void *(*run)(void *), void *arg, const char *what, struct hr_error *error);
 
 /* A condition whose waits end at a time of hr_now_ns at the latest. */

@@ -44,10 +44,7 @@ enum { HR_REDUCED_DTYPE_COUNT = HORO_COMPLEX128 + 1 }; /* of tables of what is r
 
 /* Bytes per element, 0 for an unknown dtype. */
 size_t hr_dtype_bytes(int dtype);
-/*
- * The bytes of elements with these extents: 0 where any extent is 0, however large the others are. HORO_ERR_INTERNAL
- * for a negative extent, and for more bytes than int64 holds.
- */
+/* Bytes of these extents: 0 if one is 0, however large the others. HORO_ERR_INTERNAL: negative, or beyond int64. */
 hr_status hr_shape_bytes(const int64_t *shape, int ndim, int dtype, int64_t *bytes);
 /* The same of a tensor that has been checked. */
 size_t hr_tensor_bytes(const horo_tensor *tensor);

@@ -37,6 +37,7 @@ static int enter(struct hr_adasum *self, enum hr_adasum_phase stage) {
     self->stage = stage;
     self->at = 0;
     self->low = 0;
+    self->inner = NULL;
     if (hr_recorder_is_traced(recorder)) {
         hr_recorder_add(recorder, &(struct hr_event){.event = HR_EVENT_PHASE,
                                                      .op = HORO_ALLREDUCE,
@@ -78,7 +79,6 @@ static int begin_scatter(struct hr_adasum *self) {
         }
     }
     (void)enter(self, HR_ADASUM_SCATTER);
-    self->inner = NULL;
     HR_TRY(hr_alltoall_begin(&self->run.alltoall, self->team, vectors, vectors + size, self->bytes));
     self->inner = &self->run.alltoall.segments.task;
     return HR_MOVED;
@@ -89,7 +89,6 @@ static int begin_sum(struct hr_adasum *self) {
     struct hr_fused sums = {.pieces = self->pieces, .codec = hr_codec_find(HORO_FLOAT64, 0)};
     hr_fuse_append(&sums, self->pieces, self->sums, self->sums, pairs * self->fused.count * PRODUCTS);
     (void)enter(self, HR_ADASUM_SUM);
-    self->inner = NULL;
     HR_TRY(hr_allreduce_begin(&self->run.allreduce, self->team, &sums, HORO_SUM, 1.0, hr_scale_by(1.0)));
     self->inner = &self->run.allreduce.segments.task;
     return HR_MOVED;
@@ -103,7 +102,6 @@ static int begin_gather(struct hr_adasum *self) {
         self->vectors[r] = bytes_at(&self->pieces[r], self->shares, to + begin * self->width, bytes);
     }
     (void)enter(self, HR_ADASUM_GATHER);
-    self->inner = NULL;
     HR_TRY(hr_allgather_begin(&self->run.allgather, self->team, self->vectors));
     self->inner = &self->run.allgather.segments.task;
     return HR_MOVED;

@@ -12,7 +12,7 @@ static struct hr_range part_of(const struct hr_team *team, const struct hr_fused
 static void fill(struct hr_segments *segments, size_t k) {
     const struct hr_allgather *run = (struct hr_allgather *)segments;
     const struct hr_team *team = segments->team;
-    const struct hr_fused *mine = &run->by_rank[team->rank];
+    const struct hr_fused *mine = &run->shares.by_rank[team->rank];
     const struct hr_range part = part_of(team, mine, k);
     hr_fused_pack(mine, part.offset, part.bytes, hr_segments_slot(segments, team->local_rank, k), team->node->kernel,
                   1.0, run->store);
@@ -24,7 +24,7 @@ static void drain(struct hr_segments *segments, size_t k) {
     for (int i = 0; i < team->local_size; i++) { /* each rank begins with another, so that not all read one slot */
         const int from = (team->local_rank + i) % team->local_size;
         const char *slot = i == 0 ? NULL : hr_segments_slot(segments, from, k); /* its own part is its input */
-        const struct hr_fused *theirs = &run->by_rank[team->rank_of_local[from]];
+        const struct hr_fused *theirs = &run->shares.by_rank[team->rank_of_local[from]];
         const struct hr_range part = part_of(team, theirs, k);
         hr_fused_put(theirs, part.offset, part.bytes, slot, team->node->kernel, run->result_store);
     }
@@ -54,20 +54,10 @@ static char *direct_place(const struct hr_allgather *run, int rank, struct hr_ra
     if (team->local_size > 1 || team->host_size[team->host_of_rank[rank]] > 1 || share.bytes == 0) {
         return NULL;
     }
-    const struct hr_fused *part = &run->by_rank[rank];
+    const struct hr_fused *part = &run->shares.by_rank[rank];
     const struct hr_piece *piece = &part->pieces[hr_fused_find(part, share.offset)];
     const size_t skip = share.offset - piece->offset;
     return skip + share.bytes <= piece->bytes ? piece->output + skip : NULL;
-}
-
-static struct hr_walk walk_begin(const struct hr_allgather *run, size_t k, int owner) {
-    return (struct hr_walk){
-        .team = run->segments.team,
-        .by_rank = run->by_rank,
-        .unit = run->unit,
-        .share_count = run->share_count,
-        .index = k * (size_t)run->owners + (size_t)owner,
-    };
 }
 
 /* The place where a share lies here. */
@@ -79,11 +69,11 @@ static char *place_of(const struct hr_allgather *run, const struct hr_walk *walk
 static void fill_owners(struct hr_segments *segments, size_t k) {
     const struct hr_allgather *run = (struct hr_allgather *)segments;
     struct hr_team *team = segments->team;
-    for (int owner = 0; owner < run->owners; owner++) {
-        struct hr_walk walk = walk_begin(run, k, owner);
+    for (int owner = 0; owner < run->shares.owners; owner++) {
+        struct hr_walk walk = hr_walk_begin(run->segments.team, &run->shares, k, owner);
         while (hr_walk_on(&walk)) {
             if (walk.rank == team->rank) {
-                hr_fused_pack(&run->by_rank[walk.rank], walk.share.offset, walk.share.bytes,
+                hr_fused_pack(&run->shares.by_rank[walk.rank], walk.share.offset, walk.share.bytes,
                               place_of(run, &walk, owner, k), team->node->kernel, 1.0, HR_STORE_ORDINARY);
             }
         }
@@ -95,7 +85,7 @@ static void begin(struct hr_segments *segments, size_t k, struct hr_cross *cross
     const struct hr_team *team = segments->team;
     struct hr_cross_part *parts = run->parts + k % HR_SEGMENTS_TRAVELLING_MAX * (size_t)team->host_count;
     memset(parts, 0, (size_t)team->host_count * sizeof *parts);
-    struct hr_walk walk = walk_begin(run, k, team->local_rank);
+    struct hr_walk walk = hr_walk_begin(run->segments.team, &run->shares, k, team->local_rank);
     while (hr_walk_on(&walk)) {
         struct hr_cross_part *part = &parts[team->host_of_rank[walk.rank]];
         part->data = part->bytes == 0 ? place_of(run, &walk, team->local_rank, k) : part->data;
@@ -108,11 +98,11 @@ static void begin(struct hr_segments *segments, size_t k, struct hr_cross *cross
 
 static void drain_owners(struct hr_segments *segments, size_t k) {
     const struct hr_allgather *run = (struct hr_allgather *)segments;
-    for (int owner = 0; owner < run->owners; owner++) {
-        struct hr_walk walk = walk_begin(run, k, owner);
+    for (int owner = 0; owner < run->shares.owners; owner++) {
+        struct hr_walk walk = hr_walk_begin(run->segments.team, &run->shares, k, owner);
         while (hr_walk_on(&walk)) {
             if (direct_place(run, walk.rank, walk.share) == NULL) {
-                hr_fused_unpack(&run->by_rank[walk.rank], walk.share.offset, walk.share.bytes,
+                hr_fused_unpack(&run->shares.by_rank[walk.rank], walk.share.offset, walk.share.bytes,
                                 place_of(run, &walk, owner, k), segments->team->node->kernel);
             }
         }
@@ -128,21 +118,21 @@ static hr_status begin_between_hosts(struct hr_allgather *run) {
     size_t total = 0;
     int needs_slots = team->size > team->host_count;
     HR_TRY(hr_segments_reserve_scratch(team, parts * sizeof *run->parts));
-    HR_TRY(hr_segments_choose_unit(team, (size_t)team->size, &run->unit, &rounding));
+    HR_TRY(hr_segments_choose_unit(team, (size_t)team->size, &run->shares.unit, &rounding));
     run->parts = (struct hr_cross_part *)(void *)team->cross_scratch;
     for (int r = 0; r < team->size; r++) {
-        total += run->by_rank[r].bytes;
-        needs_slots |= run->by_rank[r].count > 1;
+        total += run->shares.by_rank[r].bytes;
+        needs_slots |= run->shares.by_rank[r].count > 1;
     }
-    run->owners = total <= team->tuning.gather_spread ? 1 : team->owner_count;
+    run->shares.owners = total <= team->tuning.gather_spread ? 1 : team->owner_count;
     run->cross = total <= team->tuning.gather_doubling ? &hr_cross_gather_doubling : &hr_cross_gather_ring;
     /* the bytes of all parts that one segment takes */
-    const size_t at_once = needs_slots ? (team->tuning.segment - rounding) * (size_t)run->owners
+    const size_t at_once = needs_slots ? (team->tuning.segment - rounding) * (size_t)run->shares.owners
                                        : (size_t)team->size * team->tuning.gather_lone;
     const size_t count = hr_divide_up(total, at_once);
-    run->share_count = count * (size_t)run->owners;
+    run->shares.count = count * (size_t)run->shares.owners;
     run->segments.ops = &several_hosts;
-    run->segments.carries = team->local_rank < run->owners;
+    run->segments.carries = team->local_rank < run->shares.owners;
     run->segments.drain_phase = HR_PHASE_REDUCED;
     hr_segments_begin(&run->segments, count);
     return HORO_OK;
@@ -151,7 +141,7 @@ static hr_status begin_between_hosts(struct hr_allgather *run) {
 /* ---- The beginning ---- */
 
 hr_status hr_allgather_begin(struct hr_allgather *run, struct hr_team *team, const struct hr_fused *by_rank) {
-    *run = (struct hr_allgather){.segments = {.team = team}, .by_rank = by_rank};
+    *run = (struct hr_allgather){.segments = {.team = team}, .shares = {.by_rank = by_rank}};
     if (team->host_count > 1) {
         return begin_between_hosts(run);
     }

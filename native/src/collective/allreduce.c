@@ -25,10 +25,7 @@ static struct hr_range share_of(const struct hr_allreduce *run, struct hr_range 
     return hr_share(segment.bytes, owner, run->owners);
 }
 
-/*
- * Whether the owner reads its own contribution from its slot: it must be scaled first, or packed as those of the others
- * are, so that a result does not depend on who owns it.
- */
+/* Whether the owner's own share passes its slot, to be scaled or packed as the others' are: all get the same bits. */
 static int packs_own_share(const struct hr_allreduce *run) {
     return run->prescale != 1.0 || !run->fused.codec->is_plain;
 }
@@ -91,10 +88,7 @@ static void fill(struct hr_segments *segments, size_t k) {
     }
 }
 
-/*
- * Reduces `bytes` at `at` within segment k; `mine` is my contribution, NULL if it is in my slot as those of the others
- * are.
- */
+/* Reduces `bytes` at `at` within segment k; `mine` is my contribution, NULL if it is in my slot, too. */
 static void reduce_part(struct hr_allreduce *run, size_t k, size_t at, size_t bytes, const char *mine, char *target,
                         char *copy, struct hr_scale scale) {
     struct hr_team *team = run->segments.team;
@@ -117,19 +111,15 @@ static void reduce(struct hr_segments *segments, size_t k) {
     const struct hr_scale scale = team->host_count > 1 ? hr_scale_by(run->partial_scale) : run->postscale;
     char *slot = result_slot(run, team->local_rank, k);
     size_t at = share.offset;
-    size_t left = share.bytes;
-    for (size_t i = left == 0 ? 0 : hr_fused_find(&run->fused, segment.offset + at); left > 0; i++) {
-        const struct hr_piece *piece = &run->fused.pieces[i];
-        const size_t skip = segment.offset + at - piece->offset;
-        const size_t part = piece->bytes - skip < left ? piece->bytes - skip : left;
-        const char *mine = packs_own_share(run) ? NULL : piece->input + skip;
+    struct hr_cut cut = hr_cut_begin(&run->fused, segment.offset + at, share.bytes);
+    while (hr_cut_next(&cut)) {
+        const char *mine = packs_own_share(run) ? NULL : cut.piece->input + cut.skip;
         if (drains_own_share(run)) {
-            reduce_part(run, k, at, part, mine, slot + at, NULL, scale);
+            reduce_part(run, k, at, cut.bytes, mine, slot + at, NULL, scale);
         } else {
-            reduce_part(run, k, at, part, mine, piece->output + skip, slot + at, scale);
+            reduce_part(run, k, at, cut.bytes, mine, cut.piece->output + cut.skip, slot + at, scale);
         }
-        at += part;
-        left -= part;
+        at += cut.bytes;
     }
 }
 

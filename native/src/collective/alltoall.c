@@ -159,20 +159,15 @@ static char *place_in(const struct window *window, size_t begin, struct hr_range
     return window->data + (begin + part.offset - window->range.offset);
 }
 
-/* Place in team->rank_by_host of the first rank of the next host. */
-static int skip_host(const struct hr_team *team, int host, int first) {
-    return first + team->host_size[host];
-}
-
 static void fill_owners(struct hr_segments *segments, size_t k) {
     const struct hr_alltoall *run = (struct hr_alltoall *)segments;
     struct hr_team *team = segments->team;
     for (int owner = 0; owner < run->owners; owner++) {
         struct layout layout = layout_of(run, k, owner);
-        for (int host = 0, first = 0; host < team->host_count; host++) {
+        for (int host = 0, i = 0; host < team->host_count; host++) { /* i: of team->rank_by_host */
             const struct window window = next_window(&layout, team->host, host);
             size_t begin = run->starts[host];
-            for (int i = first; i < skip_host(team, host, first); i++) {
+            for (const int end = i + team->host_size[host]; i < end; i++) {
                 const int rank = team->rank_by_host[i];
                 const struct hr_range part = overlap(&window, begin, bytes_of(run, team->rank, rank));
                 if (part.bytes > 0) {
@@ -181,7 +176,6 @@ static void fill_owners(struct hr_segments *segments, size_t k) {
                 }
                 begin += bytes_of(run, team->rank, rank);
             }
-            first = skip_host(team, host, first);
         }
     }
 }
@@ -196,9 +190,9 @@ static void drain_owners(struct hr_segments *segments, size_t k) {
             const struct window window = next_window(&layout, team->host, host);
             own = host == team->host ? window : own;
         }
-        for (int host = 0, first = 0; host < team->host_count; host++) {
+        for (int host = 0, i = 0; host < team->host_count; host++) {
             const struct window window = host == team->host ? own : next_window(&layout, host, team->host);
-            for (int i = first; i < skip_host(team, host, first); i++) {
+            for (const int end = i + team->host_size[host]; i < end; i++) {
                 const int rank = team->rank_by_host[i];
                 const size_t begin = run->places[rank];
                 const struct hr_range part = overlap(&window, begin, bytes_of(run, rank, team->rank));
@@ -207,7 +201,6 @@ static void drain_owners(struct hr_segments *segments, size_t k) {
                                     team->node->kernel);
                 }
             }
-            first = skip_host(team, host, first);
         }
     }
 }
@@ -289,25 +282,20 @@ static hr_status reserve_tables(struct hr_alltoall *run) {
     return HORO_OK;
 }
 
-/* Notes what passes the slots of a host: the bytes of all streams, and the number of streams. */
-static void note_traffic(const struct hr_alltoall *run, int host, size_t bytes) {
-    run->traffic[host].bytes += bytes;
-    run->traffic[host].streams++;
-}
-
+/* Of each host what passes its slots: the bytes of all streams, and the number of streams. */
 static void measure_traffic(const struct hr_alltoall *run) {
     const int h = run->segments.team->host_count;
     for (int origin = 0; origin < h; origin++) {
         for (int destination = 0; destination < h; destination++) {
             const size_t bytes = run->streams[origin * h + destination];
-            int hosts[HR_CROSS_HOPS_MAX];
-            const int count = hr_cross_way(h, origin, destination, hosts);
-            note_traffic(run, origin, bytes);
-            if (destination != origin) {
-                note_traffic(run, destination, bytes);
-            }
+            int hosts[HR_CROSS_HOPS_MAX + 2];
+            int count = hr_cross_way(h, origin, destination, hosts);
+            hosts[count++] = origin;
+            hosts[count] = destination;
+            count += destination != origin;
             for (int i = 0; i < count; i++) {
-                note_traffic(run, hosts[i], bytes);
+                run->traffic[hosts[i]].bytes += bytes;
+                run->traffic[hosts[i]].streams++;
             }
         }
     }

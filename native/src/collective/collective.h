@@ -36,13 +36,10 @@ struct hr_broadcast {
 
 struct hr_allgather {
     struct hr_segments segments;
-    const struct hr_fused *by_rank;
+    struct hr_shares shares;    /* between hosts; on one by_rank alone */
     enum hr_store store;        /* on one host, as the next */
     enum hr_store result_store;
-    size_t unit;                /* between hosts, as what follows: of shares */
-    int owners;
-    size_t share_count;
-    const struct hr_cross_ops *cross;
+    const struct hr_cross_ops *cross; /* between hosts, as what follows */
     struct hr_cross_part *parts; /* [HR_SEGMENTS_TRAVELLING_MAX][host_count] */
 };
 
@@ -75,18 +72,15 @@ struct hr_alltoall {
 
 struct hr_reducescatter {
     struct hr_segments segments;
-    const struct hr_fused *by_rank;
+    struct hr_shares shares;
     const struct hr_codec *codec;
     int reduce_op;
     double prescale;
     double partial_scale; /* several hosts: as in struct hr_allreduce */
     struct hr_scale postscale;
     enum hr_store store;
-    int owners;
-    size_t region_bytes;        /* of each owner in a slot */
     size_t piece_scratch_bytes; /* several hosts: for the pieces of one segment that travels, */
     size_t scratch_bytes;       /* and for its parts as well */
-    size_t unit, share_count;   /* of shares */
     size_t done;                /* one host: bytes of this rank's part that are in the outputs already */
 };
 
@@ -215,8 +209,8 @@ struct hr_move {
     const struct hr_fused *from;  /* [team->size] what comes from each, to outputs; of a broadcast: the one vector */
     int root_rank;                /* whose vector all get; -1: everybody has something */
     size_t tensors;               /* pieces in any of these vectors, at most; equal on all members */
-    /* NULL: what comes from each is kept. Else `from` is `shown`, and from[team->rank] has the outputs, of the sum. */
-    const struct hr_sum *sum;
+    int adds_up; /* `from` is `shown`, and from[team->rank] has the outputs, of the sum; else what comes is kept */
+    struct hr_sum sum;
 };
 
 /*
@@ -234,7 +228,6 @@ struct hr_direct {
     int is_shown_ahead; /* all have shown their addresses, see hr_direct_show_ahead */
     int peer;           /* how many peers' parts are read */
     size_t piece, skip; /* of this peer's part: what is read next; of a sum: of all parts */
-    struct hr_sum sum;
     size_t summed_bytes; /* of my part of a sum: they are in the outputs, which may lie in my input */
 };
 

@@ -130,11 +130,11 @@ int hr_direct_pays(const struct hr_team *team, const struct hr_move *move, size_
      * each; the more ranks read, the longer a read takes.
      */
     const size_t size = (size_t)team->size;
-    const int is_gather = move->sum == NULL && move->root_rank < 0 && move->shown_count == 1;
+    const int is_gather = !move->adds_up && move->root_rank < 0 && move->shown_count == 1;
     if (!can || bytes < team->tuning.direct * size * (is_gather ? size - 1 : 1)) {
         return 0;
     }
-    if (move->sum != NULL) {
+    if (move->adds_up) {
         return sum_room(team, move) >= SUM_LEAST;
     }
     /* an alltoall puts into a slot for one other rank alone: the copy never pays there */
@@ -278,8 +278,8 @@ static int sum_next(struct hr_direct *run) {
                 team->sources[r] = r == team->rank ? addends[i].mine : next;
                 next += r == team->rank ? 0 : room;
             }
-            hr_kernel_reduce(team->node->kernel, codec->wire_dtype, run->sum.reduce_op, addends[i].output, NULL,
-                             team->sources, team->size, addends[i].bytes / codec->wire_bytes, run->sum.scale,
+            hr_kernel_reduce(team->node->kernel, codec->wire_dtype, run->move.sum.reduce_op, addends[i].output, NULL,
+                             team->sources, team->size, addends[i].bytes / codec->wire_bytes, run->move.sum.scale,
                              HR_STORE_ORDINARY);
             read += addends[i].bytes;
             run->summed_bytes += addends[i].bytes;
@@ -290,7 +290,7 @@ static int sum_next(struct hr_direct *run) {
 
 static void end_showing(struct hr_direct *run) {
     hr_team_arrive(run->team, HR_PHASE_FILLED, run->parity);
-    run->stage = run->move.sum == NULL ? STAGE_KEEP : STAGE_READ;
+    run->stage = run->move.adds_up ? STAGE_READ : STAGE_KEEP;
 }
 
 static int progress(struct hr_task *task) {
@@ -312,7 +312,7 @@ static int progress(struct hr_task *task) {
         if (!run->is_shown_ahead && !hr_team_reached(team, HR_PHASE_FILLED, run->parity)) {
             return HR_STILL;
         }
-        return run->move.sum == NULL ? read_next(run) : sum_next(run);
+        return run->move.adds_up ? sum_next(run) : read_next(run);
     case STAGE_END:
         /*
          * Until all have read, nobody's memory is the caller's again. Where the group has ended, what was read may be
@@ -334,9 +334,6 @@ void hr_direct_begin(struct hr_direct *run, struct hr_team *team, const struct h
         .move = *move,
         .parity = (unsigned)(team->segment & 1),
     };
-    if (move->sum != NULL) {
-        run->sum = *move->sum;
-    }
     team->segment++; /* its addresses take the place of one segment */
 }
 

@@ -5,10 +5,7 @@
 
 enum { HUGE_PAGE_BYTES = 1 << 21, HUGE_WORTH_BYTES = 1 << 22 };
 
-/*
- * Large ones in huge pages, if the system gives them: memory of this size is often new each time, and to enter it page
- * by page takes as long as to fill it.
- */
+/* Large ones in huge pages, if there are any: to enter new memory page by page takes as long as to fill it. */
 void *hr_allocate_vector(size_t bytes) {
     if (bytes < HUGE_WORTH_BYTES) {
         return malloc(bytes == 0 ? 1 : bytes);
@@ -42,54 +39,46 @@ size_t hr_fused_find(const struct hr_fused *fused, size_t offset) {
     return low;
 }
 
+/* The values of a part, and where they begin in memory. */
+static size_t values_of(const struct hr_codec *codec, const struct hr_cut *cut, size_t *at) {
+    /* of a small tensor, which is whole, divisions would take as long as the rest */
+    const int is_whole = cut->bytes == cut->piece->bytes;
+    *at = is_whole ? 0 : cut->skip / codec->wire_bytes * codec->element_bytes;
+    return is_whole ? cut->piece->count : cut->bytes / codec->wire_bytes;
+}
+
 void hr_fused_pack(const struct hr_fused *fused, size_t offset, size_t bytes, char *target,
                    const struct hr_kernel *kernel, double scale, enum hr_store store) {
-    const struct hr_codec *codec = fused->codec;
-    for (size_t i = bytes == 0 ? 0 : hr_fused_find(fused, offset); bytes > 0; i++) {
-        const struct hr_piece *piece = &fused->pieces[i];
-        const size_t skip = offset - piece->offset;
-        const size_t part = piece->bytes - skip < bytes ? piece->bytes - skip : bytes;
-        /* of a small tensor, which is whole, divisions would take as long as the rest */
-        const int is_whole = part == piece->bytes;
-        const size_t at = is_whole ? 0 : skip / codec->wire_bytes * codec->element_bytes;
-        const size_t count = is_whole ? piece->count : part / codec->wire_bytes;
-        hr_codec_pack(codec, kernel, target, piece->input + at, count, scale, store);
-        target += part;
-        offset += part;
-        bytes -= part;
+    struct hr_cut cut = hr_cut_begin(fused, offset, bytes);
+    while (hr_cut_next(&cut)) {
+        size_t at;
+        const size_t count = values_of(fused->codec, &cut, &at);
+        hr_codec_pack(fused->codec, kernel, target, cut.piece->input + at, count, scale, store);
+        target += cut.bytes;
     }
 }
 
 void hr_fused_unpack(const struct hr_fused *fused, size_t offset, size_t bytes, const char *source,
                      const struct hr_kernel *kernel) {
-    const struct hr_codec *codec = fused->codec;
-    for (size_t i = bytes == 0 ? 0 : hr_fused_find(fused, offset); bytes > 0; i++) {
-        const struct hr_piece *piece = &fused->pieces[i];
-        const size_t skip = offset - piece->offset;
-        const size_t part = piece->bytes - skip < bytes ? piece->bytes - skip : bytes;
-        const int is_whole = part == piece->bytes;
-        const size_t at = is_whole ? 0 : skip / codec->wire_bytes * codec->element_bytes;
-        const size_t count = is_whole ? piece->count : part / codec->wire_bytes;
-        hr_codec_unpack(codec, kernel, piece->output + at, source, count);
-        source += part;
-        offset += part;
-        bytes -= part;
+    struct hr_cut cut = hr_cut_begin(fused, offset, bytes);
+    while (hr_cut_next(&cut)) {
+        size_t at;
+        const size_t count = values_of(fused->codec, &cut, &at);
+        hr_codec_unpack(fused->codec, kernel, cut.piece->output + at, source, count);
+        source += cut.bytes;
     }
 }
 
 void hr_fused_put(const struct hr_fused *fused, size_t offset, size_t bytes, const char *source,
                   const struct hr_kernel *kernel, enum hr_store store) {
-    for (size_t i = bytes == 0 ? 0 : hr_fused_find(fused, offset); bytes > 0; i++) {
-        const struct hr_piece *piece = &fused->pieces[i];
-        const size_t skip = offset - piece->offset;
-        const size_t part = piece->bytes - skip < bytes ? piece->bytes - skip : bytes;
-        const char *from = source != NULL ? source : piece->input + skip;
-        if (from != piece->output + skip) {
-            kernel->copy(piece->output + skip, from, part, store);
+    struct hr_cut cut = hr_cut_begin(fused, offset, bytes);
+    while (hr_cut_next(&cut)) {
+        char *to = cut.piece->output + cut.skip;
+        const char *from = source != NULL ? source : cut.piece->input + cut.skip;
+        if (from != to) {
+            kernel->copy(to, from, cut.bytes, store);
         }
-        source = source != NULL ? source + part : NULL;
-        offset += part;
-        bytes -= part;
+        source = source != NULL ? source + cut.bytes : NULL;
     }
 }
 

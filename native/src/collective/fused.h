@@ -1,7 +1,4 @@
-/*
- * The vectors that the algorithms work on: several tensors seen as one, how it is cut into segments and shares, and how
- * it is stored.
- */
+/* The vectors that the algorithms work on: several tensors as one, and how it is cut and stored. */
 #ifndef HR_COLLECTIVE_FUSED_H
 #define HR_COLLECTIVE_FUSED_H
 
@@ -35,6 +32,32 @@ void *hr_allocate_vector(size_t bytes);
 /* The piece that holds byte `offset` (< fused->bytes). */
 size_t hr_fused_find(const struct hr_fused *fused, size_t offset);
 
+/* Goes through the pieces of a range of the vector. */
+struct hr_cut {
+    const struct hr_piece *piece;
+    size_t skip, bytes; /* of the piece: what is before the range, and what is in it; 0 bytes before the first one */
+    size_t left;        /* of the range, behind that */
+};
+
+static inline struct hr_cut hr_cut_begin(const struct hr_fused *fused, size_t offset, size_t bytes) {
+    const struct hr_piece *piece = fused->pieces + (bytes == 0 ? 0 : hr_fused_find(fused, offset));
+    return (struct hr_cut){.piece = piece, .skip = bytes == 0 ? 0 : offset - piece->offset, .left = bytes};
+}
+
+/* 1, or 0 behind the last one. */
+static inline int hr_cut_next(struct hr_cut *cut) {
+    if (cut->left == 0) {
+        return 0;
+    }
+    if (cut->bytes > 0) {
+        cut->piece++;
+        cut->skip = 0;
+    }
+    cut->bytes = hr_smaller(cut->piece->bytes - cut->skip, cut->left);
+    cut->left -= cut->bytes;
+    return 1;
+}
+
 /* target[0..bytes) = scale * inputs[offset..offset + bytes), packed. */
 void hr_fused_pack(const struct hr_fused *fused, size_t offset, size_t bytes, char *target,
                    const struct hr_kernel *kernel, double scale, enum hr_store store);
@@ -49,10 +72,7 @@ void hr_fused_unpack(const struct hr_fused *fused, size_t offset, size_t bytes, 
 void hr_fused_put(const struct hr_fused *fused, size_t offset, size_t bytes, const char *source,
                   const struct hr_kernel *kernel, enum hr_store store);
 
-/*
- * As unpack of [out_offset, + bytes) from the slot, then pack of [in_offset, + bytes) into it, in one pass; the two
- * ranges do not overlap, and the codec is plain.
- */
+/* As unpack from out_offset on, then pack from in_offset on, in one pass; no overlap, and a plain codec. */
 void hr_fused_exchange(const struct hr_fused *fused, size_t out_offset, size_t in_offset, size_t bytes, char *slot,
                        const struct hr_kernel *kernel, enum hr_store store);
 

@@ -22,40 +22,22 @@ static int packs_own(const struct hr_reducescatter *run) {
     return run->prescale != 1.0 || !run->codec->is_plain;
 }
 
-/* `at` is the place in a slot. */
-static struct hr_walk walk_begin(const struct hr_reducescatter *run, size_t k, int owner) {
-    return (struct hr_walk){
-        .team = run->segments.team,
-        .by_rank = run->by_rank,
-        .unit = run->unit,
-        .share_count = run->share_count,
-        .index = k * (size_t)run->owners + (size_t)owner,
-        .at = (size_t)owner * run->region_bytes,
-    };
-}
-
 /* One share over the ranks of this host: into the outputs, or else into my slot. */
 static void reduce_share(const struct hr_reducescatter *run, size_t k, const struct hr_walk *walk, int to_outputs,
                          struct hr_scale scale) {
     struct hr_team *team = run->segments.team;
-    const struct hr_fused *part = &run->by_rank[walk->rank];
-    size_t offset = walk->share.offset;
-    size_t left = walk->share.bytes;
+    const struct hr_fused *part = &run->shares.by_rank[walk->rank];
     size_t at = walk->at;
-    for (size_t i = left == 0 ? 0 : hr_fused_find(part, offset); left > 0; i++) {
-        const struct hr_piece *piece = &part->pieces[i];
-        const size_t skip = offset - piece->offset;
-        const size_t bytes = piece->bytes - skip < left ? piece->bytes - skip : left;
+    struct hr_cut cut = hr_cut_begin(part, walk->share.offset, walk->share.bytes);
+    while (hr_cut_next(&cut)) {
         for (int r = 0; r < team->local_size; r++) {
             team->sources[r] =
-                r == team->local_rank && !packs_own(run) ? piece->input + skip : slot_of(run, r, k) + at;
+                r == team->local_rank && !packs_own(run) ? cut.piece->input + cut.skip : slot_of(run, r, k) + at;
         }
-        char *target = to_outputs ? piece->output + skip : slot_of(run, team->local_rank, k) + at;
+        char *target = to_outputs ? cut.piece->output + cut.skip : slot_of(run, team->local_rank, k) + at;
         hr_kernel_reduce(team->node->kernel, run->codec->wire_dtype, run->reduce_op, target, NULL, team->sources,
-                         team->local_size, bytes / run->codec->wire_bytes, scale, HR_STORE_ORDINARY);
-        offset += bytes;
-        at += bytes;
-        left -= bytes;
+                         team->local_size, cut.bytes / run->codec->wire_bytes, scale, HR_STORE_ORDINARY);
+        at += cut.bytes;
     }
 }
 
@@ -63,13 +45,13 @@ static void fill(struct hr_segments *segments, size_t k) {
     const struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
     const struct hr_team *team = segments->team;
     char *slot = slot_of(run, team->local_rank, k);
-    for (int owner = 0; owner < run->owners; owner++) {
-        struct hr_walk walk = walk_begin(run, k, owner);
+    for (int owner = 0; owner < run->shares.owners; owner++) {
+        struct hr_walk walk = hr_walk_begin(run->segments.team, &run->shares, k, owner);
         while (hr_walk_on(&walk)) {
             /* on one host a share is its rank's, on several its owner's to reduce */
             const int is_own = team->host_count == 1 ? walk.rank == team->rank : owner == team->local_rank;
             if (!is_own || packs_own(run)) {
-                hr_fused_pack(&run->by_rank[walk.rank], walk.share.offset, walk.share.bytes, slot + walk.at,
+                hr_fused_pack(&run->shares.by_rank[walk.rank], walk.share.offset, walk.share.bytes, slot + walk.at,
                               team->node->kernel, run->prescale, run->store);
             }
         }
@@ -82,7 +64,7 @@ static void drain(struct hr_segments *segments, size_t k) {
     struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
     struct hr_team *team = segments->team;
     const int to_outputs = run->codec->is_plain;
-    struct hr_walk walk = walk_begin(run, k, 0);
+    struct hr_walk walk = hr_walk_begin(run->segments.team, &run->shares, k, 0);
     while (hr_walk_on(&walk)) {
         if (walk.rank == team->rank) {
             const struct hr_range share = walk.share;
@@ -91,7 +73,7 @@ static void drain(struct hr_segments *segments, size_t k) {
             walk.at += skip;
             reduce_share(run, k, &walk, to_outputs, run->postscale);
             if (!to_outputs) {
-                hr_fused_unpack(&run->by_rank[team->rank], walk.share.offset, walk.share.bytes,
+                hr_fused_unpack(&run->shares.by_rank[team->rank], walk.share.offset, walk.share.bytes,
                                 slot_of(run, team->local_rank, k) + walk.at, team->node->kernel);
             }
         }
@@ -101,12 +83,12 @@ static void drain(struct hr_segments *segments, size_t k) {
 /* ---- Several hosts ---- */
 
 static int owns(const struct hr_reducescatter *run) {
-    return run->segments.team->local_rank < run->owners;
+    return run->segments.team->local_rank < run->shares.owners;
 }
 
 static void reduce_region(struct hr_segments *segments, size_t k) {
     const struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
-    struct hr_walk walk = walk_begin(run, k, segments->team->local_rank);
+    struct hr_walk walk = hr_walk_begin(run->segments.team, &run->shares, k, segments->team->local_rank);
     while (owns(run) && hr_walk_on(&walk)) {
         reduce_share(run, k, &walk, 0, hr_scale_by(run->partial_scale));
     }
@@ -121,7 +103,7 @@ static void begin(struct hr_segments *segments, size_t k, struct hr_cross *cross
         parts[host] = (struct hr_cross_part){0};
     }
     char *slot = slot_of(run, team->local_rank, k);
-    struct hr_walk walk = walk_begin(run, k, team->local_rank);
+    struct hr_walk walk = hr_walk_begin(run->segments.team, &run->shares, k, team->local_rank);
     char *region = slot + walk.at;
     while (hr_walk_on(&walk)) {
         struct hr_cross_part *part = &parts[team->host_of_rank[walk.rank]];
@@ -143,7 +125,7 @@ static void begin(struct hr_segments *segments, size_t k, struct hr_cross *cross
 static void finish(struct hr_segments *segments, size_t k) {
     const struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
     struct hr_team *team = segments->team;
-    struct hr_walk walk = walk_begin(run, k, team->local_rank);
+    struct hr_walk walk = hr_walk_begin(run->segments.team, &run->shares, k, team->local_rank);
     while (owns(run) && hr_scale_changes(run->postscale) && hr_walk_on(&walk)) {
         if (team->host_of_rank[walk.rank] == team->host) {
             char *at = slot_of(run, team->local_rank, k) + walk.at;
@@ -156,11 +138,11 @@ static void finish(struct hr_segments *segments, size_t k) {
 static void drain_regions(struct hr_segments *segments, size_t k) {
     const struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
     struct hr_team *team = segments->team;
-    for (int owner = 0; owner < run->owners; owner++) {
-        struct hr_walk walk = walk_begin(run, k, owner);
+    for (int owner = 0; owner < run->shares.owners; owner++) {
+        struct hr_walk walk = hr_walk_begin(run->segments.team, &run->shares, k, owner);
         while (hr_walk_on(&walk)) {
             if (walk.rank == team->rank) {
-                hr_fused_unpack(&run->by_rank[walk.rank], walk.share.offset, walk.share.bytes,
+                hr_fused_unpack(&run->shares.by_rank[walk.rank], walk.share.offset, walk.share.bytes,
                                 slot_of(run, owner, k) + walk.at, team->node->kernel);
             }
         }
@@ -177,11 +159,11 @@ static hr_status begin_between_hosts(struct hr_reducescatter *run) {
     struct hr_team *team = run->segments.team;
     const struct hr_tuning *tuning = &team->tuning;
     const size_t value_bytes = run->codec->wire_bytes;
-    const size_t small_most = run->region_bytes < tuning->doubling ? run->region_bytes : tuning->doubling;
+    const size_t small_most = run->shares.region_bytes < tuning->doubling ? run->shares.region_bytes : tuning->doubling;
     const size_t small =
         hr_cross_scratch_bytes(&hr_cross_doubling, team->host_count, value_bytes, small_most, tuning->piece);
     const size_t large = hr_cross_scratch_bytes(&hr_cross_scatter_ring, team->host_count, value_bytes,
-                                                run->region_bytes, tuning->piece);
+                                                run->shares.region_bytes, tuning->piece);
     run->partial_scale = hr_partial_scale(run->codec, run->reduce_op, run->postscale.factor);
     run->postscale.factor /= run->partial_scale;
     run->piece_scratch_bytes = hr_round_up(small > large ? small : large, HR_CROSS_ALIGNMENT);
@@ -216,15 +198,12 @@ hr_status hr_reducescatter_begin(struct hr_reducescatter *run, struct hr_team *t
                      .ops = &one_host,
                      .carries = (size_t)team->local_rank < owners,
                      .drain_phase = HR_PHASE_FILLED},
-        .by_rank = by_rank,
         .codec = codec,
         .reduce_op = reduce_op,
         .prescale = prescale,
         .partial_scale = 1.0,
         .postscale = postscale,
-        .owners = (int)owners,
-        .region_bytes = team->tuning.segment / unit / owners * unit,
-        .unit = unit,
+        .shares = {by_rank, unit, .owners = (int)owners, .region_bytes = team->tuning.segment / unit / owners * unit},
     };
     if (team->host_count > 1) {
         HR_TRY(begin_between_hosts(run));
@@ -232,9 +211,9 @@ hr_status hr_reducescatter_begin(struct hr_reducescatter *run, struct hr_team *t
         run->segments.trial = hr_store_try(&team->scatter_stores, total);
         run->store = run->segments.trial.store;
     }
-    const size_t at_once = run->region_bytes / unit / receivers * owners; /* units of each rank in a segment */
+    const size_t at_once = run->shares.region_bytes / unit / receivers * owners; /* units of each rank in a segment */
     const size_t count = hr_divide_up(hr_divide_up(longest, unit), at_once);
-    run->share_count = count * owners;
+    run->shares.count = count * owners;
     hr_segments_begin(&run->segments, count);
     return HORO_OK;
 }

@@ -32,10 +32,7 @@ struct hr_task {
      * complete on this rank. HORO_ERR_PEER_LOST comes with team->suspect set.
      */
     int (*progress)(struct hr_task *task);
-    /*
-     * Gives the task up: afterwards nothing of it is posted any more. For a task that is not done, after an error too.
-     * NULL: it posts nothing.
-     */
+    /* Gives the task up, unless it is done, also after an error: nothing is posted any more. NULL: it posts nothing. */
     void (*cancel)(struct hr_task *task);
 };
 
@@ -84,10 +81,7 @@ static inline char *hr_segments_slot(const struct hr_segments *segments, int loc
     return hr_team_slot(segments->team, local_rank, hr_segments_parity(segments, k));
 }
 
-/*
- * Takes the next `count` segment numbers of the team and makes the task ready to run; the fields that the caller has
- * set stay.
- */
+/* Takes the next `count` segment numbers of the team and makes the task ready to run; other fields stay. */
 void hr_segments_begin(struct hr_segments *segments, size_t count);
 
 /*
@@ -110,10 +104,7 @@ static inline struct hr_cross_call hr_cross_call_of(const struct hr_team *team, 
     };
 }
 
-/*
- * Makes team->cross_scratch at least so large, while nothing travels: what was in it is lost. HORO_OK or
- * HORO_ERR_RESOURCE.
- */
+/* Makes team->cross_scratch at least so large, while nothing travels: its values are lost. HORO_OK or RESOURCE. */
 hr_status hr_segments_reserve_scratch(struct hr_team *team, size_t bytes);
 
 /* ---- Shares in a slot, for collectives in which each rank has one there ---- */
@@ -125,29 +116,41 @@ hr_status hr_segments_reserve_scratch(struct hr_team *team, size_t bytes);
  */
 hr_status hr_segments_choose_unit(const struct hr_team *team, size_t shares, size_t *unit, size_t *rounding);
 
-/*
- * Goes through what one owner carries in one segment: whose share it is, which bytes of that rank's part, where it lies
- * behind the first one. Zeroed but for the first five.
- */
+/* The parts of all ranks, cut into shares: an equal number for each owner and segment. */
+struct hr_shares {
+    const struct hr_fused *by_rank;
+    size_t unit, count;
+    size_t region_bytes; /* of each owner in a slot; 0: each has a slot */
+    int owners;
+};
+
+/* Goes through what one owner carries in one segment: whose share it is, and where it lies in the slot. */
 struct hr_walk {
     const struct hr_team *team;
-    const struct hr_fused *by_rank;
-    size_t unit, share_count; /* of shares */
-    size_t index;             /* of the share in each part */
-    int next;                 /* of team->rank_by_host */
+    const struct hr_shares *shares;
+    size_t index; /* of the share in each part */
+    int next;     /* of team->rank_by_host */
     int rank;
     struct hr_range share;
     size_t at;
 };
 
+static inline struct hr_walk hr_walk_begin(const struct hr_team *team, const struct hr_shares *shares, size_t k,
+                                           int owner) {
+    const size_t index = k * (size_t)shares->owners + (size_t)owner;
+    return (struct hr_walk){
+        .team = team, .shares = shares, .index = index, .at = (size_t)owner * shares->region_bytes};
+}
+
 /* 1, or 0 behind the last one. */
 static inline int hr_walk_on(struct hr_walk *walk) {
+    const struct hr_shares *shares = walk->shares;
     if (walk->next == walk->team->size) {
         return 0;
     }
     walk->at += walk->share.bytes;
     walk->rank = walk->team->rank_by_host[walk->next++];
-    walk->share = hr_units(walk->unit, walk->by_rank[walk->rank].bytes, walk->index, walk->share_count);
+    walk->share = hr_units(shares->unit, shares->by_rank[walk->rank].bytes, walk->index, shares->count);
     return 1;
 }
 

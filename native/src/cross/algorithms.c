@@ -296,10 +296,7 @@ static void exchange_plan(const struct hr_cross *state, struct hr_plan *plan) {
                 .send_part = part_of(call->host - gone, distance, h),
                 .recv_part = part_of(call->host - gone - length, distance, h),
             };
-            /*
-             * where this distance stood among those with the hop before: as far on as here, and those that had it as
-             * the last
-             */
+            /* where this distance stood in the hop before: as far on as here, and those that had it as the last */
             step->after = hop == 0 ? -1 : before + (count - first) + round;
             count++;
         }

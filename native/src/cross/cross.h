@@ -79,10 +79,7 @@ struct hr_step {
 struct hr_plan {
     int step_count;
     size_t part_count; /* the data is cut into so many parts of nearly equal size */
-    /*
-     * A received part may replace memory that was sent this many steps before, so that send must be over; 0: it never
-     * does.
-     */
+    /* A part may come into memory that was sent this many steps before: that send must be over. 0: never. */
     int reuse_distance;
     int reduces_what_it_sends; /* some step reduces into the part that the same step sends */
 };
@@ -127,29 +124,17 @@ static inline int hr_cross_all_posted(const struct hr_cross *state) {
            (state->send_posted == state->total && state->recv_posted == state->total);
 }
 
-/*
- * Ring: reduce-scatter then allgather; 2(h-1) steps, 2(h-1)/h of the bytes each way (Patarasuk & Yuan 2009). For large
- * data.
- */
+/* Ring; 2(h-1) steps, 2(h-1)/h of the bytes each way (Patarasuk & Yuan 2009). For large data. */
 extern const struct hr_cross_ops hr_cross_ring;
-/*
- * Recursive doubling; ceil(log2 h) steps of all bytes (+2 if h is no power of two) (Thakur et al. 2005). For small
- * data.
- */
+/* Recursive doubling; ceil(log2 h) steps (+2 where h != 2^k) of all bytes (Thakur et al. 2005). For small data. */
 extern const struct hr_cross_ops hr_cross_doubling;
 /* Broadcast down a binomial tree from root_host: ceil(log2 h) steps, pieces forwarded as they come. For small data. */
 extern const struct hr_cross_ops hr_cross_tree;
 /* Broadcast down a chain from root_host: h-1 hops, bytes cross each link once, pieces pipelined. For large data. */
 extern const struct hr_cross_ops hr_cross_chain;
-/*
- * Allgather round a ring: h-1 steps, each link carries every part but one once, pieces forwarded as they come. For
- * large data.
- */
+/* Allgather round a ring: h-1 steps, each link carries all parts but one, pieces pipelined. For large data. */
 extern const struct hr_cross_ops hr_cross_gather_ring;
-/*
- * Allgather by doubling what is known; ceil(log2 h) hops, every member sends h-1 parts (Bruck et al. 1997). For small
- * data.
- */
+/* Allgather by doubling; ceil(log2 h) hops, each member sends h-1 parts (Bruck et al. 1997). For small data. */
 extern const struct hr_cross_ops hr_cross_gather_doubling;
 /*
  * Reduce-scatter round a ring: h-1 steps, each link carries every part but one once (Patarasuk & Yuan 2009). For large

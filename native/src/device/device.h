@@ -63,10 +63,7 @@ struct hr_mark {
     void *event;
 };
 
-/*
- * HORO_OK, HORO_ERR_USAGE (a stream that is being captured) or HORO_ERR_RESOURCE, with a sentence and nothing left
- * behind. Any thread.
- */
+/* HORO_OK, HORO_ERR_USAGE (a captured stream) or HORO_ERR_RESOURCE, with a sentence, nothing left. Any thread. */
 hr_status hr_mark_create(struct hr_device *device, void *stream, struct hr_mark **mark, struct hr_error *error);
 /* It is gone when all have dropped it; NULL is allowed. Streams that wait for it go on to wait. */
 void hr_mark_keep(struct hr_mark *mark);

@@ -78,10 +78,7 @@ struct hr_cuda {
 /* Of a struct hr_cuda. To load it does not initialize the driver. */
 extern const struct hr_library_kind hr_cuda_library;
 
-/*
- * Initializes the driver and counts the devices of this process. A process that has done so once cannot use CUDA in
- * children that it forks. HORO_OK, or HORO_ERR_RESOURCE with a sentence.
- */
+/* Initializes the driver and counts devices; afterwards no forked child can use CUDA. HORO_OK or HORO_ERR_RESOURCE. */
 int hr_cuda_initialize(const struct hr_cuda *cuda, int *device_count, struct hr_error *error);
 
 /* HORO_OK, or HORO_ERR_RESOURCE with the name of the function and the driver's text for the code. */

@@ -35,10 +35,7 @@ struct hr_block {
     int is_launched, has_failed;
 };
 
-/*
- * Loads and initializes the driver from one of the paths. HORO_OK, or HORO_ERR_RESOURCE with a sentence. The stager
- * must be closed.
- */
+/* Loads and initializes the driver from a path. HORO_OK, or HORO_ERR_RESOURCE with a sentence. To be closed. */
 hr_status hr_stager_create(const char *const *paths, size_t path_count, void *owner, hr_stager_ready *on_ready,
                            hr_stager_failed *on_failed, struct hr_stager **stager, struct hr_error *error);
 /* Pinned memory is not freed at the end: something may run on a device for ever, and freeing waits for that. */

@@ -54,7 +54,6 @@ hr_status hr_staging_create(struct hr_stager *stager, int device, void *stream, 
     if (made == NULL) {
         return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for tensors on a GPU");
     }
-    atomic_init(&made->references, 1);
     made->count = count;
     memcpy(made->tensors, tensors, count * sizeof *tensors);
     struct hr_device_visit visit;
@@ -72,7 +71,7 @@ hr_status hr_staging_create(struct hr_stager *stager, int device, void *stream, 
 }
 
 void hr_staging_drop(struct hr_staging *staging) {
-    if (staging == NULL || atomic_fetch_sub(&staging->references, 1) > 1) {
+    if (staging == NULL) {
         return;
     }
     if (staging->block != NULL && !staging->is_lost) {

@@ -13,12 +13,10 @@
  *     returned  | copies to the device are on horo's stream, and | hr_staging_drop; the memory is used again when
  *               | the caller's stream waits for them             | they are done
  *
- * A staging belongs to the request and to calls that work on it, and is gone when all have dropped it.
+ * A staging belongs to its request.
  */
 #ifndef HR_DEVICE_STAGING_H
 #define HR_DEVICE_STAGING_H
-
-#include <stdatomic.h>
 
 #include "device/stager.h"
 
@@ -36,7 +34,6 @@ struct hr_staged_tensor {
 struct hr_staging {
     struct hr_block *block;
     void *from_device; /* the stream of its copies to the host */
-    _Atomic int references;
     int is_lost; /* nobody knows when copies no longer use the block, so it is not given back */
     size_t count;
     struct hr_staged_tensor tensors[];
@@ -55,16 +52,9 @@ static inline void *hr_staging_host(const struct hr_staging *staging, size_t ten
     return staging->block->data + staging->tensors[tensor].offset;
 }
 
-/*
- * Makes `stream` wait for the results, once they are ready: `bytes[i]` of tensor i go to its target. NULL: their copies
- * have been begun by another call. HORO_OK or as create.
- */
+/* Makes `stream` wait for results: bytes[i] of tensor i go to its target; NULL: another call has begun that. */
 int hr_staging_copy_back(struct hr_staging *staging, const size_t *bytes, void *stream, struct hr_error *error);
 
-/* For a call that uses it while the request may let go. */
-static inline void hr_staging_keep(struct hr_staging *staging) {
-    atomic_fetch_add(&staging->references, 1);
-}
 /* NULL is allowed. Not with a lock that on_ready takes. */
 void hr_staging_drop(struct hr_staging *staging);
 

@@ -144,9 +144,7 @@ static const struct hr_part_ops SUBMISSIONS = {.rank = HR_PART_SUBMISSIONS, .tur
 static int handle_mail(void *owner, int member, const struct hr_wire_message *wire, int64_t now_ns) {
     (void)now_ns;
     struct hr_lane *lane = owner;
-    struct hr_mail_message message;
-    HR_TRY(hr_leader_take_mail(&lane->leader, member, wire, &message));
-    return hr_pairs_take_in(&lane->engine->pairs, &message, wire->data);
+    return lane->team->number != 0 ? HORO_ERR_INTERNAL : hr_pairs_take_in(&lane->engine->pairs, member, wire);
 }
 
 /* The handlers of messages that are none of a leader's own. */
@@ -187,17 +185,16 @@ static hr_status init_parts(struct hr_engine *engine, struct hr_team *world, str
     hr_drive_add(drive, &engine->leaving.part, &hr_part_end, engine);
     hr_drive_add(drive, &engine->submissions, &SUBMISSIONS, engine);
     hr_drive_add(drive, &engine->lanes[0]->part, &hr_part_lane, engine->lanes[0]);
+    const int passes_mail = engine->lanes[0]->is_leader && world->host_count > 1;
     hr_pairs_init(&engine->pairs, &engine->requests, setup->direct_bytes > 0,
-                  engine->lanes[0]->is_leader && world->host_count > 1 ? hr_leader_carrier(&engine->lanes[0]->leader)
-                                                                       : (struct hr_mail_carrier){0});
+                  passes_mail ? &engine->lanes[0]->leader : NULL);
     hr_drive_add(drive, &engine->stall, &hr_part_stall, engine);
     hr_drive_add(drive, &engine->deadlock, &hr_part_deadlock, engine);
     hr_drive_add(drive, &engine->late.part, &hr_part_late, engine);
     if (engine->node->stall_warning_ns <= 0) { /* it never looks: its silence means nothing to ranks that do */
         atomic_store(&engine->node->arena.blocks[engine->node->local_rank].alive_until_ns, INT64_MAX);
     }
-    engine->requests.places[0] = (struct hr_place){.is_used = 1, .port = &engine->lanes[0]->port};
-    engine->teams[0].has_local = 1;
+    engine->requests.places[0] = (struct hr_place){.is_used = 1, .port = &engine->lanes[0]->port, .has_local = 1};
     engine->lane_count = 1;
     HR_TRY(init_tuning(engine, setup, error));
     return hr_drive_start(&engine->drive, error);

@@ -48,16 +48,21 @@
 
 enum { HR_BLOCKED_NAME_MAX = 64, HR_BLOCKED_TEXT_MAX = 256 };
 
-/* The last report of a caller on the threads that wait; see horo_report_blocked. */
-struct hr_blocked {
-    _Atomic int is_new; /* the driver has not told it yet */
-    int count;          /* 0: not blocked */
+/* A report of a caller on the threads that wait; see horo_report_blocked. Reports are compared as bytes. */
+struct hr_blocked_report {
+    int64_t count; /* 0: not blocked */
     int64_t handles[HORO_WAITING_MAX];
     int64_t last_handle; /* submitted then, */
-    uint32_t pending;    /* and not done then */
+    uint64_t pending;    /* and not done then */
     uint64_t passed;     /* as in struct hr_requests, then */
-    char text[HR_BLOCKED_TEXT_MAX];
     char others[HR_BLOCKED_NAME_MAX];
+};
+
+/* The last one. */
+struct hr_blocked {
+    struct hr_blocked_report report;
+    _Atomic int is_new; /* the driver has not told it yet */
+    char text[HR_BLOCKED_TEXT_MAX];
     uint32_t question;         /* that this answers; 0: none */
     _Atomic uint32_t answered; /* the last question that was answered */
     int is_told; /* the driver's: rank 0 knows of it */
@@ -84,12 +89,6 @@ struct hr_late {
     uint32_t roll_call; /* which the ranks of this host answer meanwhile */
 };
 
-/* The knowledge of a rank of the members of each team, also of those that it is no member of. */
-struct hr_team_place {
-    int has_local;      /* there are members on this host */
-    uint32_t cleanings; /* of its partition that all removals executed here come to, see hr_partition_leave */
-};
-
 /* The values that operations run with where they may change; see engine.c. */
 struct hr_tuned {
     int is_on; /* else the lanes keep what they were made with */
@@ -109,7 +108,6 @@ struct hr_engine {
     struct hr_leaving leaving;
     struct hr_late late;
     struct hr_part submissions, gpu, stall, deadlock; /* besides those of the lanes */
-    struct hr_team_place teams[HR_TEAMS_MAX]; /* by number; 0 is the world */
     /* [lane_count] this rank's, that of all ranks first; written by the driver with the lock held */
     struct hr_lane *lanes[HR_TEAMS_MAX];
     int lane_count;

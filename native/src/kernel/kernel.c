@@ -164,24 +164,25 @@ void hr_kernel_scale(const struct hr_kernel *kernel, int dtype, void *dst, const
     }
 }
 
+/* Between float32 and a 16-bit float. */
+static void convert(const struct hr_kernel *kernel, int dst_dtype, void *dst, int src_dtype, const void *src,
+                    size_t count, double scale, enum hr_store store) {
+    const struct hr_span span = {
+        .copy = dst, .src = &src, .src_count = 1, .copy_store = store, .end = count, .scale = scale};
+    kernel->convert[dst_dtype][src_dtype](&span);
+}
+
 /* float64 goes through float32, block by block. */
 static void narrow_doubles(const struct hr_kernel *kernel, int dst_dtype, uint8_t *dst, const uint8_t *src,
                            size_t count, double scale, enum hr_store store) {
     float block[BLOCK_BYTES / sizeof(float)];
-    const void *const source = block;
     size_t step;
     for (size_t i = 0; i < count; i += step) {
         step = hr_smaller(BLOCK_BYTES / sizeof *block, count - i);
         for (size_t j = 0; j < step; j++) {
             block[j] = (float)(load_double(src + (i + j) * sizeof(double)) * scale);
         }
-        const struct hr_span span = {.copy = dst + i * element_bytes(dst_dtype),
-                                     .src = &source,
-                                     .src_count = 1,
-                                     .copy_store = store,
-                                     .end = step,
-                                     .scale = 1.0};
-        kernel->convert[dst_dtype][HORO_FLOAT32](&span);
+        convert(kernel, dst_dtype, dst + i * element_bytes(dst_dtype), HORO_FLOAT32, block, step, 1.0, store);
     }
 }
 
@@ -192,10 +193,8 @@ static void widen_to_doubles(const struct hr_kernel *kernel, uint8_t *dst, int s
     size_t step;
     for (size_t i = 0; i < count; i += step) {
         step = hr_smaller(BLOCK_BYTES / sizeof *wide, count - i);
-        const void *const source = src + i * element_bytes(src_dtype);
-        const struct hr_span span = {
-            .copy = (uint8_t *)block, .src = &source, .src_count = 1, .end = step, .scale = 1.0};
-        kernel->convert[HORO_FLOAT32][src_dtype](&span);
+        convert(kernel, HORO_FLOAT32, block, src_dtype, src + i * element_bytes(src_dtype), step, 1.0,
+                HR_STORE_ORDINARY);
         for (size_t j = 0; j < step; j++) {
             wide[j] = (double)block[j] * scale;
         }
@@ -210,16 +209,12 @@ void hr_kernel_convert(const struct hr_kernel *kernel, int dst_dtype, void *dst,
     } else if (dst_dtype == HORO_FLOAT64) {
         widen_to_doubles(kernel, dst, src_dtype, src, count, scale, store);
     } else {
-        const struct hr_span span = {
-            .copy = dst, .src = &src, .src_count = 1, .copy_store = store, .end = count, .scale = scale};
-        kernel->convert[dst_dtype][src_dtype](&span);
+        convert(kernel, dst_dtype, dst, src_dtype, src, count, scale, store);
     }
 }
 
 static void widen_block(const struct hr_kernel *kernel, int dtype, const uint8_t *src, size_t count, float *block) {
-    const void *const source = src;
-    const struct hr_span span = {.copy = (uint8_t *)block, .src = &source, .src_count = 1, .end = count, .scale = 1.0};
-    kernel->convert[HORO_FLOAT32][dtype](&span);
+    convert(kernel, HORO_FLOAT32, block, dtype, src, count, 1.0, HR_STORE_ORDINARY);
 }
 
 void hr_kernel_dots(const struct hr_kernel *kernel, int dtype, const void *a, const void *b, size_t count,
@@ -247,7 +242,6 @@ void hr_kernel_combine(const struct hr_kernel *kernel, int dtype, void *a, const
     }
     float x[BLOCK_BYTES / sizeof(float)];
     float y[BLOCK_BYTES / sizeof(float)];
-    const void *const narrowed = x;
     size_t step;
     for (size_t i = 0; i < count; i += step) {
         step = hr_smaller(BLOCK_BYTES / sizeof *x, count - i);
@@ -255,8 +249,7 @@ void hr_kernel_combine(const struct hr_kernel *kernel, int dtype, void *a, const
         widen_block(kernel, dtype, at, step, x);
         widen_block(kernel, dtype, (const uint8_t *)b + i * element_bytes(dtype), step, y);
         kernel->combine[HORO_FLOAT32]((uint8_t *)x, (const uint8_t *)y, step, a_factor, b_factor);
-        const struct hr_span span = {.copy = at, .src = &narrowed, .src_count = 1, .end = step, .scale = 1.0};
-        kernel->convert[dtype][HORO_FLOAT32](&span);
+        convert(kernel, dtype, at, HORO_FLOAT32, x, step, 1.0, HR_STORE_ORDINARY);
     }
 }
 

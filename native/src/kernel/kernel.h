@@ -101,10 +101,7 @@ void hr_kernel_reduce(const struct hr_kernel *kernel, int dtype, int reduce_op, 
 void hr_kernel_scale(const struct hr_kernel *kernel, int dtype, void *dst, const void *src, size_t count,
                      struct hr_scale scale, enum hr_store store);
 
-/*
- * dst[i] = factor * src[i], where one of the dtypes is float16 or bfloat16 and the other float32 or float64;
- * multiplied in the wider one. dst and src do not overlap.
- */
+/* dst[i] = factor * src[i] from a 16-bit float to a wider one or back, multiplied in the wider one; no overlap. */
 void hr_kernel_convert(const struct hr_kernel *kernel, int dst_dtype, void *dst, int src_dtype, const void *src,
                        size_t count, double factor, enum hr_store store);
 
@@ -116,10 +113,7 @@ void hr_kernel_convert(const struct hr_kernel *kernel, int dst_dtype, void *dst,
 void hr_kernel_dots(const struct hr_kernel *kernel, int dtype, const void *a, const void *b, size_t count,
                     double *sums);
 
-/*
- * Of floats: a[i] = a_factor * a[i] + b_factor * b[i], in double, rounded once to float32 and from there to 16
- * bits. a and b do not overlap.
- */
+/* Of floats: a[i] = a_factor * a[i] + b_factor * b[i], in double, rounded to float32, then to 16 bits; no overlap. */
 void hr_kernel_combine(const struct hr_kernel *kernel, int dtype, void *a, const void *b, size_t count,
                        double a_factor, double b_factor);
 

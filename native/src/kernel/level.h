@@ -29,10 +29,7 @@ extern const struct hr_kernel hr_kernel_avx512;
 extern const struct hr_kernel hr_kernel_neon;
 #endif
 
-/*
- * With dtype and op as constants each use becomes straight code: the loops are written once and compiled per
- * combination.
- */
+/* With dtype and op as constants each use becomes straight code: loops are written once, and compiled for each. */
 #define HR_INLINE static inline __attribute__((always_inline))
 
 HR_INLINE uint32_t float_bits(float value) {
@@ -61,10 +58,7 @@ HR_INLINE float widen_float16(uint16_t half) {
     return float_from_bits(sign | (exponent + 112) << 23 | mantissa << 13);
 }
 
-/*
- * As vcvtps2ph and FCVTN do it: to nearest even, overflow to infinity, gradual underflow, NaN quiet with its upper
- * payload.
- */
+/* As vcvtps2ph and FCVTN: to nearest even, overflow to infinity, gradual underflow, NaN quiet, upper payload. */
 HR_INLINE uint16_t narrow_float16(float value) {
     const uint32_t bits = float_bits(value);
     const uint32_t sign = (bits >> 16) & 0x8000;

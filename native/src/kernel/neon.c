@@ -1,7 +1,4 @@
-/*
- * 128-bit registers of the base architecture. It has no store past the cache that C can name: streaming stores are
- * ordinary.
- */
+/* 128-bit registers of the base architecture. C can name no store past the cache: those are ordinary. */
 #if defined(__aarch64__)
 #include <arm_neon.h>
 

@@ -1,35 +1,30 @@
-/*
- * The level that is always there, the tail of every other level, and the definition of every result: plain loops, one
- * element after the other, sources in order.
- */
+/* The level that is always there, the tail of all others, the definition of all results: plain loops, in order. */
 #include "kernel/level.h"
 
-/*
- * A macro, since float and double want the same text. NaN wins, from whichever side; of equal values the earlier one
- * stays.
- */
+/* A macro, since float and double want the same text. NaN wins, from either side; of equal values the earlier. */
 #define REDUCE_FLOAT(op, a, b)                                                                                         \
     ((op) == HR_KERNEL_SUM       ? (a) + (b)                                                                           \
      : (op) == HR_KERNEL_PRODUCT ? (a) * (b)                                                                           \
      : (op) == HR_KERNEL_MIN     ? ((b) < (a) || (b) != (b) ? (b) : (a))                                               \
                                  : ((b) > (a) || (b) != (b) ? (b) : (a)))
 
-HR_INLINE void run_float(int dtype, int op, const struct hr_span *span, int src_count) {
-    const size_t bytes = element_bytes(dtype);
+/* Of one source `to` may be another dtype than `from`. */
+HR_INLINE void run_float(int to, int from, int op, const struct hr_span *span, int src_count) {
     for (size_t i = span->begin; i < span->end; i++) {
-        float value = load_float(dtype, (const uint8_t *)span->src[0] + i * bytes);
+        const size_t at = i * element_bytes(from);
+        float value = load_float(from, (const uint8_t *)span->src[0] + at);
         for (int s = 1; s < src_count; s++) {
-            const float next = load_float(dtype, (const uint8_t *)span->src[s] + i * bytes);
+            const float next = load_float(from, (const uint8_t *)span->src[s] + at);
             value = REDUCE_FLOAT(op, value, next);
         }
         if (span->scale != 1.0) {
             value *= (float)span->scale;
         }
         if (span->dst != NULL) {
-            store_float(dtype, span->dst + i * bytes, value);
+            store_float(to, span->dst + i * element_bytes(to), value);
         }
         if (span->copy != NULL) {
-            store_float(dtype, span->copy + i * bytes, value);
+            store_float(to, span->copy + i * element_bytes(to), value);
         }
     }
 }
@@ -160,20 +155,14 @@ HR_INLINE void run(int dtype, int op, const struct hr_span *span) {
     switch (dtype) {
     case HORO_FLOAT16:
     case HORO_BFLOAT16:
-    case HORO_FLOAT32: run_float(dtype, op, span, span->src_count); break;
+    case HORO_FLOAT32: run_float(dtype, dtype, op, span, span->src_count); break;
     case HORO_FLOAT64: run_double(op, span, span->src_count); break;
     default: run_integer(dtype, op, span, span->src_count);
     }
 }
 
 HR_INLINE void convert(int to, int from, const struct hr_span *span) {
-    for (size_t i = span->begin; i < span->end; i++) {
-        float value = load_float(from, (const uint8_t *)span->src[0] + i * element_bytes(from));
-        if (span->scale != 1.0) {
-            value *= (float)span->scale;
-        }
-        store_float(to, span->copy + i * element_bytes(to), value);
-    }
+    run_float(to, from, HR_KERNEL_SUM, span, 1);
 }
 
 HR_DEFINE_ALL_OPS

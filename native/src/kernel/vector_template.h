@@ -209,41 +209,41 @@ HR_INLINE void prefetch(const void *at, size_t bytes) {
     }
 }
 
-/*
- * Whole blocks from element `begin` on; returns the first element not done. All sources are read once, before any
- * store.
- */
-HR_INLINE size_t run_blocks(int dtype, int op, const struct hr_span *span, size_t begin, int src_count,
+/* Whole blocks from element `begin` on; returns the first one not done. Sources are read once, before any store. */
+HR_INLINE size_t run_blocks(int to, int from, int op, const struct hr_span *span, size_t begin, int src_count,
                             enum hr_store how) {
-    const size_t block_bytes = UNROLL * step_bytes(dtype);
-    const size_t end = span->end * element_bytes(dtype);
+    const size_t block = UNROLL * step_bytes(from) / element_bytes(from);
+    const size_t block_bytes = UNROLL * step_bytes(from);
     const void *const *src = span->src;
     uint8_t *dst = span->dst;
     uint8_t *copy = span->copy;
     const double scale = span->scale;
-    const int is_scaled = scale != 1.0 && (is_half(dtype) || dtype == HORO_FLOAT32 || dtype == HORO_FLOAT64);
-    size_t at = begin * element_bytes(dtype);
-    for (; end - at >= block_bytes; at += block_bytes) {
-        if (end - at >= PREFETCH_AHEAD + block_bytes) { /* never beyond the end: what lies there is another core's */
+    const int is_scaled = scale != 1.0 && (is_half(from) || from == HORO_FLOAT32 || from == HORO_FLOAT64);
+    size_t i = begin;
+    for (; span->end - i >= block; i += block) {
+        const size_t at = i * element_bytes(from);
+        /* never beyond the end: what lies there is another core's. A conversion is slower with it. */
+        if (to == from && span->end - i >= PREFETCH_AHEAD / element_bytes(from) + block) {
             for (int s = 0; s < src_count; s++) {
                 prefetch((const uint8_t *)src[s] + at + PREFETCH_AHEAD, block_bytes);
             }
         }
-        struct block value = load_block(dtype, (const uint8_t *)src[0] + at);
+        struct block value = load_block(from, (const uint8_t *)src[0] + at);
         for (int s = 1; s < src_count; s++) {
-            value = combine_block(dtype, op, value, load_block(dtype, (const uint8_t *)src[s] + at));
+            value = combine_block(from, op, value, load_block(from, (const uint8_t *)src[s] + at));
         }
         if (is_scaled) {
-            value = multiply_block(dtype, value, scale);
+            value = multiply_block(from, value, scale);
         }
-        store_result(dtype, dst, copy, at, value, how);
+        store_result(to, dst, copy, i * element_bytes(to), value, how);
     }
-    return at / element_bytes(dtype);
+    return i;
 }
 
-HR_INLINE size_t run_counted(int dtype, int op, const struct hr_span *span, size_t begin, enum hr_store how) {
-    return span->src_count == 2 ? run_blocks(dtype, op, span, begin, 2, how)
-                                : run_blocks(dtype, op, span, begin, span->src_count, how);
+HR_INLINE size_t run_counted(int to, int from, int op, const struct hr_span *span, size_t begin, enum hr_store how) {
+    const int src_count = to == from ? span->src_count : 1;
+    return src_count == 2 ? run_blocks(to, from, op, span, begin, 2, how)
+                          : run_blocks(to, from, op, span, begin, src_count, how);
 }
 
 /* The elements before copy + begin is aligned to a register, all of them if it never is. */
@@ -252,56 +252,30 @@ HR_INLINE size_t misaligned_elements(int dtype, const struct hr_span *span) {
     return bytes % element_bytes(dtype) == 0 ? bytes / element_bytes(dtype) : SIZE_MAX;
 }
 
-HR_INLINE void run(int dtype, int op, const struct hr_span *span) {
+/* `scalar` does the same, for what is before and behind whole blocks. */
+HR_INLINE void run_all(int to, int from, int op, const struct hr_span *span, void (*scalar)(const struct hr_span *)) {
     struct hr_span rest = *span;
-    const size_t count = span->end - span->begin;
     if (span->copy != NULL && span->copy_store == HR_STORE_STREAM) {
-        const size_t head = misaligned_elements(dtype, span);
-        if (head < count) {
-            rest.end = span->begin + head;
-            hr_kernel_scalar.reduce[dtype][op](&rest);
-            rest.begin = run_counted(dtype, op, span, rest.end, HR_STORE_STREAM);
-            rest.end = span->end;
-            stream_fence();
-        }
-    } else {
-        rest.begin = run_counted(dtype, op, span, span->begin, HR_STORE_ORDINARY);
-    }
-    hr_kernel_scalar.reduce[dtype][op](&rest);
-}
-
-/* As run_blocks for the conversions. */
-HR_INLINE size_t convert_blocks(int to, int from, const struct hr_span *span, size_t begin, enum hr_store how) {
-    const size_t block = UNROLL * VECTOR_BYTES / sizeof(float);
-    const uint8_t *src = span->src[0];
-    uint8_t *dst = span->copy;
-    const double scale = span->scale;
-    size_t i = begin;
-    for (; span->end - i >= block; i += block) {
-        struct block value = load_block(from, src + i * element_bytes(from));
-        if (scale != 1.0) {
-            value = multiply_block(HORO_FLOAT32, value, scale);
-        }
-        store_result(to, NULL, dst, i * element_bytes(to), value, how);
-    }
-    return i;
-}
-
-HR_INLINE void convert(int to, int from, const struct hr_span *span) {
-    struct hr_span rest = *span;
-    if (span->copy_store == HR_STORE_STREAM) {
         const size_t head = misaligned_elements(to, span);
         if (head < span->end - span->begin) {
             rest.end = span->begin + head;
-            hr_kernel_scalar.convert[to][from](&rest);
-            rest.begin = convert_blocks(to, from, span, rest.end, HR_STORE_STREAM);
+            scalar(&rest);
+            rest.begin = run_counted(to, from, op, span, rest.end, HR_STORE_STREAM);
             rest.end = span->end;
             stream_fence();
         }
     } else {
-        rest.begin = convert_blocks(to, from, span, span->begin, HR_STORE_ORDINARY);
+        rest.begin = run_counted(to, from, op, span, span->begin, HR_STORE_ORDINARY);
     }
-    hr_kernel_scalar.convert[to][from](&rest);
+    scalar(&rest);
+}
+
+HR_INLINE void run(int dtype, int op, const struct hr_span *span) {
+    run_all(dtype, dtype, op, span, hr_kernel_scalar.reduce[dtype][op]);
+}
+
+HR_INLINE void convert(int to, int from, const struct hr_span *span) {
+    run_all(to, from, HR_KERNEL_SUM, span, hr_kernel_scalar.convert[to][from]);
 }
 
 HR_DEFINE_ALL_OPS

@@ -9,10 +9,7 @@ enum { LINES = 16, TEXT_BYTES = 2 * HORO_MESSAGE_MAX - 128 }; /* of a line of th
 struct hr_abort hr_end_find(const struct hr_node *node) {
     const struct hr_abort aborted = hr_arena_aborted(&node->arena);
     const struct hr_abort left = hr_arena_end_of(&node->arena.header->left_word);
-    /*
-     * To a rank that has nothing open before the LEAVE record an abort is a consequence: ranks that were told of the
-     * end have ended.
-     */
+    /* To a rank with nothing open before the LEAVE record an abort is a consequence: others have heard and ended. */
     if (left.code == 0 || (aborted.code != 0 && !hr_arena_has_closed(&node->arena, node->local_rank))) {
         return aborted;
     }

@@ -85,10 +85,7 @@ static inline int hr_node_looks_at_quiet(const struct hr_node *node, int number)
 /* Moves what can be moved on all transports, the quiet ones in turn; 1 if something was. */
 int hr_node_progress(struct hr_node *node);
 
-/*
- * Takes a transport to so many hosts in, or out. HORO_OK or HORO_ERR_RESOURCE, which changes nothing. The transport is
- * its team's.
- */
+/* Takes its team's transport to so many hosts in, or out. HORO_OK or HORO_ERR_RESOURCE, which changes nothing. */
 hr_status hr_node_add_transport(struct hr_node *node, struct hr_transport *transport, int host_count);
 void hr_node_drop_transport(struct hr_node *node, const struct hr_transport *transport, int host_count);
 

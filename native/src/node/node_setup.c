@@ -69,10 +69,7 @@ static void close_all(const int32_t *fds, int count) {
     }
 }
 
-/*
- * The transport gets duplicates, so that the caller's descriptors stay the caller's until everything stands. None of
- * none.
- */
+/* The transport gets duplicates: the caller keeps its descriptors until everything stands. None of none. */
 static hr_status duplicate(const int32_t *fds, int host_count, int per_host, int **out, struct hr_error *error) {
     if (fds == NULL) {
         return HORO_OK;
@@ -117,10 +114,7 @@ static struct hr_transport *add_mpi(struct hr_node *node, struct hr_transport *s
     return transport;
 }
 
-/*
- * A transport over duplicates of the descriptors; *control_copy, where it is asked for, are those for control, for the
- * caller to free. NULL with *error set.
- */
+/* Over duplicates of the descriptors; *control_copy, if asked for, has those for control, to be freed. NULL: *error. */
 static struct hr_transport *connect_sockets(const struct hr_node *node, int host_count, const int32_t *control_fds,
                                             const int32_t *data_fds, int **control_copy, struct hr_error *error) {
     int *control = NULL;
@@ -144,35 +138,26 @@ static struct hr_transport *connect_sockets(const struct hr_node *node, int host
     return sockets;
 }
 
-static hr_status check_channel(const struct hr_team *team, enum hr_channel channel, const int32_t *fds, int sockets,
-                               struct hr_error *error) {
-    const struct hr_node *node = team->node;
-    for (int host = 0; fds != NULL && host < team->host_count; host++) {
-        for (int i = 0; i < sockets && hr_hosts_are_linked(channel, team->host_count, team->host, host); i++) {
-            if (fds[host * sockets + i] < 0) {
-                return hr_fail(error, HORO_ERR_USAGE,
-                               "rank %d on host %d (%s) was given no connection for %s to host %d (%s)", node->rank,
-                               team->host, node->host_name_of_rank[node->rank],
-                               channel == HR_CHANNEL_CONTROL ? "agreement" : "data", host,
-                               node->host_name_of_rank[team->job_rank[team->leader_of_host[host]]]);
-            }
-        }
-    }
-    return HORO_OK;
-}
-
 /*
  * Whether this rank was given all links that it needs, in the words of horo_setup and horo_team_setup: a leader those
  * for control, a local index below owner_count those for data. An array that is NULL is not looked at: there are no
  * such links, on purpose, and posting to one fails.
  */
-static hr_status check_links(const struct hr_team *team, const int32_t *control_fds, const int32_t *data_fds,
-                             int data_sockets, struct hr_error *error) {
-    if (team->local_rank == 0) {
-        HR_TRY(check_channel(team, HR_CHANNEL_CONTROL, control_fds, 1, error));
-    }
-    if (team->local_rank < team->owner_count) {
-        HR_TRY(check_channel(team, HR_CHANNEL_DATA, data_fds, data_sockets, error));
+static hr_status check_links(const struct hr_team *team, enum hr_channel channel, const int32_t *fds,
+                             struct hr_error *error) {
+    const struct hr_node *node = team->node;
+    const int is_control = channel == HR_CHANNEL_CONTROL;
+    const int sockets = is_control ? 1 : node->sockets_per_peer;
+    const int needs_links = fds != NULL && team->local_rank < (is_control ? 1 : team->owner_count);
+    for (int host = 0; needs_links && host < team->host_count; host++) {
+        for (int i = 0; i < sockets && hr_hosts_are_linked(channel, team->host_count, team->host, host); i++) {
+            if (fds[host * sockets + i] < 0) {
+                return hr_fail(error, HORO_ERR_USAGE,
+                               "rank %d on host %d (%s) was given no connection for %s to host %d (%s)", node->rank,
+                               team->host, node->host_name_of_rank[node->rank], is_control ? "agreement" : "data",
+                               host, node->host_name_of_rank[team->job_rank[team->leader_of_host[host]]]);
+            }
+        }
     }
     return HORO_OK;
 }
@@ -180,10 +165,12 @@ static hr_status check_links(const struct hr_team *team, const int32_t *control_
 static hr_status connect_world(struct hr_node *node, const horo_setup *setup, struct hr_team *world,
                                struct hr_error *error) {
     const int by_mpi = setup->mpi != NULL;
+    const int32_t *data_fds = by_mpi ? NULL : setup->data_fds;
     int *control = NULL;
-    HR_TRY(check_links(world, setup->control_fds, by_mpi ? NULL : setup->data_fds, node->sockets_per_peer, error));
+    HR_TRY(check_links(world, HR_CHANNEL_CONTROL, setup->control_fds, error));
+    HR_TRY(check_links(world, HR_CHANNEL_DATA, data_fds, error));
     struct hr_transport *transport =
-        connect_sockets(node, node->host_count, setup->control_fds, by_mpi ? NULL : setup->data_fds, &control, error);
+        connect_sockets(node, node->host_count, setup->control_fds, data_fds, &control, error);
     if (transport != NULL && by_mpi) {
         transport = add_mpi(node, transport, control, setup, world, error);
     }
@@ -204,7 +191,8 @@ hr_status hr_node_connect_team(const struct hr_node *node, struct hr_team *team,
                        "the members of this team are on %d hosts, but no connections between them were given",
                        team->host_count);
     }
-    HR_TRY(check_links(team, control_fds, data_fds, node->sockets_per_peer, error));
+    HR_TRY(check_links(team, HR_CHANNEL_CONTROL, control_fds, error));
+    HR_TRY(check_links(team, HR_CHANNEL_DATA, data_fds, error));
     team->transport = connect_sockets(node, team->host_count, control_fds, data_fds, NULL, error);
     return team->transport == NULL ? error->code : HORO_OK;
 }

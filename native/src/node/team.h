@@ -17,10 +17,7 @@ enum hr_phase {
     HR_PHASE_DRAINED = 4, /* I have read all I need from the slots */
 };
 
-/*
- * Sizes, in bytes, at which a team's collectives change their way; equal on all members. What each was measured by
- * stands in the notes.
- */
+/* Sizes in bytes at which a team's collectives change their way; equal on all members. The notes have the reasons. */
 struct hr_tuning {
     size_t segment;         /* one arena slot */
     size_t flat;            /* allreduce on one host: up to here everybody reduces everything; at most HR_FLAT_MAX */
@@ -101,10 +98,7 @@ struct hr_team {
  */
 hr_status hr_team_init(struct hr_team *team, struct hr_node *node, int rank, int size, const int32_t *host_of_rank,
                        size_t segment_bytes, struct hr_error *error);
-/*
- * A team of some ranks, ascending and this one among them. It has no number, partition and transport yet. Status
- * likewise.
- */
+/* A team of some ranks, ascending, with this one; without number, partition and transport yet. Status likewise. */
 hr_status hr_team_init_some(struct hr_team *team, const struct hr_team *world, const int32_t *job_ranks, int size,
                             struct hr_error *error);
 /* Closes its links, frees it, which was malloc'ed; what the backend keeps of it must be gone. NULL is allowed. */
@@ -154,10 +148,7 @@ int hr_team_reached(const struct hr_team *team, enum hr_phase phase, unsigned pa
  */
 void hr_team_suspect_link(struct hr_team *team, int host);
 
-/*
- * Gives all that is posted up, and closes the descriptors. The node must not move anything on them any more. Any
- * thread.
- */
+/* Gives up all that is posted and closes the descriptors, on which the node must move nothing more. Any thread. */
 void hr_team_close_links(struct hr_team *team);
 
 /*

@@ -34,10 +34,7 @@ hr_status hr_sleep_reserve(struct hr_sleep *sleep, size_t count);
 /* The condition of a wait: looks, and does what can be done at once; 1 ends the wait. Never blocks. */
 typedef int (*hr_ready)(struct hr_node *node, void *arg);
 
-/*
- * HORO_OK when ready says so, HORO_IN_PROGRESS when deadline_ns (monotonic; 0: none) has passed or a signal came. It is
- * now_ns.
- */
+/* HORO_OK when ready says so, HORO_IN_PROGRESS behind deadline_ns (0: none) or a signal. The time is now_ns. */
 int hr_node_wait(struct hr_node *node, hr_ready ready, void *arg, int64_t now_ns, int64_t spin_ns, int64_t deadline_ns);
 
 /*

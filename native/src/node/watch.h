@@ -13,10 +13,7 @@ void hr_watch_destroy(struct horo_watch *watch);
 
 /* Watches the life lines of a node, which may be none. HORO_OK, or a status with *error set and nothing watched. */
 hr_status hr_watch_add(struct horo_watch *watch, struct hr_node *node, struct hr_error *error);
-/*
- * Afterwards the thread does not touch the node, and its life lines may be closed. Nothing if it is not there, or in a
- * forked child.
- */
+/* Afterwards the thread does not touch the node or its life lines. Nothing if it is not there, or after a fork. */
 void hr_watch_remove(struct horo_watch *watch, const struct hr_node *node);
 
 #endif

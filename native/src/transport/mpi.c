@@ -5,22 +5,34 @@
  * is called again; but a rank that has finished its part does not call it until the next batch, and the receiver would
  * wait for ever.
  *
- * Messages of one stream match in the order in which they are handed to MPI, which is the order of posting. Requests
- * are tested from the head of each stream; any test makes MPI work on all of them.
+ * Messages of one stream match in the order in which they are handed to MPI, which is the order of posting. An io that
+ * is too large for one call of MPI goes in parts, one after the other, and those behind it wait for the last one.
+ * Requests are tested from the head of each stream; any test makes MPI work on all of them.
  */
 #include <poll.h>
 #include <sched.h>
 #include <stdlib.h>
 
 #include "base/clock.h"
-#include "transport/stream.h"
+#include "base/cut.h"
+#include "mpi/mpi.h"
+#include "transport/queue.h"
 
 enum { SEND = HR_SEND, RECV = HR_RECV, DIRECTIONS = 2, WORD_BITS = 64 };
+
+/* Ios given to MPI at once, as many as an algorithm has in flight: few, for all must be taken back in the end. */
+enum { STARTED_MAX = 8 };
 
 #define POLL_WITHIN_NS 20000ll /* a piece of 128 KiB takes 100 us on a link of 10 Gbit/s, and several are in flight */
 #define LOOK_EVERY_NS 10000000ll        /* at the connections of peers that something is posted with */
 #define END_GRACE_NS 500000000ll        /* for messages that a peer has sent before it shut down */
 #define TAKE_BACK_WITHIN_NS 200000000ll /* an MPI that has not given memory back by then hardly will */
+
+/* One direction of data with one peer. */
+struct stream {
+    struct hr_queue queue;
+    int64_t moved_ns; /* when it last went on, or began to wait */
+};
 
 struct peer {
     int rank; /* -1: none */
@@ -28,7 +40,7 @@ struct peer {
     int control_fd;
     enum hr_loss lost;
     int64_t ended_ns; /* when its control connection was seen to have ended; 0: has not */
-    struct hr_stream stream[DIRECTIONS];
+    struct stream stream[DIRECTIONS];
 };
 
 struct mpi_transport {
@@ -39,7 +51,6 @@ struct mpi_transport {
     int abandoned;
     int64_t peer_timeout_ns;
     int64_t look_ns; /* when to look at silent peers again */
-    struct hr_message *spare;
     uint64_t *busy; /* bit per peer: something is posted */
     struct peer peers[];
 };
@@ -55,7 +66,7 @@ static int is_busy(const struct mpi_transport *self) {
 static void settle_busy(struct mpi_transport *self, int peer) {
     const struct peer *at = &self->peers[peer];
     const uint64_t bit = (uint64_t)1 << (peer % WORD_BITS);
-    if (at->stream[SEND].head == NULL && at->stream[RECV].head == NULL) {
+    if (at->stream[SEND].queue.head == NULL && at->stream[RECV].queue.head == NULL) {
         self->busy[peer / WORD_BITS] &= ~bit;
     } else {
         self->busy[peer / WORD_BITS] |= bit;
@@ -64,63 +75,69 @@ static void settle_busy(struct mpi_transport *self, int peer) {
 
 /* ---- Taking memory back ---- */
 
-/* The number of the stream's messages that MPI still holds. An error of MPI about one of them ends it too. */
-static int count_held(struct mpi_transport *self, struct hr_stream *stream) {
+/* Whether MPI has a part of it. */
+static int is_held(const struct hr_io *io) {
+    return io->given_bytes > io->done_bytes;
+}
+
+static void let_go(struct hr_io *io) {
+    io->given_bytes = io->done_bytes;
+}
+
+/* Only a receive can be. */
+static void cancel(struct mpi_transport *self, int direction, struct hr_io *io) {
+    if (direction == RECV) {
+        (void)self->mpi->ops->change(self->mpi, HORO_MPI_CANCEL, &io->request);
+    }
+}
+
+/* An error of MPI about a request ends it too. */
+static void test(struct mpi_transport *self, int direction, struct hr_io *io) {
+    int done = 0;
+    (void)direction;
+    if (self->mpi->ops->test(self->mpi, &io->request, &done) != 0 || done) {
+        let_go(io);
+    }
+}
+
+static void strand(struct mpi_transport *self, int direction, struct hr_io *io) {
+    (void)direction;
+    atomic_fetch_add_explicit(&self->mpi->stranded, 1, memory_order_relaxed);
+    (void)self->mpi->ops->change(self->mpi, HORO_MPI_REQUEST_FREE, &io->request);
+    let_go(io);
+}
+
+/* Does something with all of peers [begin, end) that MPI has; returns how much it has afterwards. */
+static int each_held(struct mpi_transport *self, int begin, int end,
+                     void (*act)(struct mpi_transport *self, int direction, struct hr_io *io)) {
     int held = 0;
-    for (struct hr_message *m = stream->head; m != stream->next; m = m->next) {
-        int done = 0;
-        if (m->bytes > 0 && !m->is_over) {
-            m->is_over = self->mpi->ops->test(self->mpi, &m->request, &done) != 0 || done;
-            held += !m->is_over;
+    for (int i = begin * DIRECTIONS; i < end * DIRECTIONS; i++) {
+        const int direction = i % DIRECTIONS;
+        struct hr_io *io = self->peers[i / DIRECTIONS].stream[direction].queue.head;
+        for (; io != NULL; io = io->next) {
+            if (is_held(io)) {
+                act(self, direction, io);
+                held += is_held(io);
+            }
         }
     }
     return held;
 }
 
-static void strand(struct mpi_transport *self, struct hr_stream *stream) {
-    for (struct hr_message *m = stream->head; m != stream->next; m = m->next) {
-        if (m->bytes > 0 && !m->is_over) {
-            atomic_fetch_add_explicit(&self->mpi->stranded, 1, memory_order_relaxed);
-            (void)self->mpi->ops->change(self->mpi, HORO_MPI_REQUEST_FREE, &m->request);
-        }
-    }
-}
-
-/* Peers [begin, end): nothing of theirs is with MPI afterwards, or it is stranded. */
-static void take_back(struct mpi_transport *self, int begin, int end) {
-    if (!hr_mpi_is_usable(self->mpi)) {
-        return;
-    }
-    for (int peer = begin; peer < end; peer++) {
-        struct hr_stream *stream = &self->peers[peer].stream[RECV];
-        for (struct hr_message *m = stream->head; m != stream->next; m = m->next) {
-            if (m->bytes > 0 && !m->is_over) {
-                (void)self->mpi->ops->change(self->mpi, HORO_MPI_CANCEL, &m->request);
-            }
-        }
-    }
-    const int64_t end_ns = hr_now_ns() + TAKE_BACK_WITHIN_NS;
-    for (int held = 1; held > 0 && hr_now_ns() < end_ns;) {
-        held = 0;
-        for (int peer = begin; peer < end; peer++) {
-            held +=
-                count_held(self, &self->peers[peer].stream[SEND]) + count_held(self, &self->peers[peer].stream[RECV]);
-        }
-        (void)sched_yield();
-    }
-    for (int peer = begin; peer < end; peer++) {
-        strand(self, &self->peers[peer].stream[SEND]);
-        strand(self, &self->peers[peer].stream[RECV]);
-    }
-}
-
-/* 1: there was something to fail. */
+/* 1: there was something to fail. Nothing of peers [begin, end) is with MPI afterwards, or it is stranded. */
 static int fail_peers(struct mpi_transport *self, int begin, int end) {
     int any = 0;
-    take_back(self, begin, end);
+    if (hr_mpi_is_usable(self->mpi)) {
+        (void)each_held(self, begin, end, cancel);
+        const int64_t end_ns = hr_now_ns() + TAKE_BACK_WITHIN_NS;
+        while (each_held(self, begin, end, test) > 0 && hr_now_ns() < end_ns) {
+            (void)sched_yield();
+        }
+        (void)each_held(self, begin, end, strand);
+    }
     for (int peer = begin; peer < end; peer++) {
-        any |= hr_stream_fail(&self->peers[peer].stream[SEND], &self->spare);
-        any |= hr_stream_fail(&self->peers[peer].stream[RECV], &self->spare);
+        any |= hr_queue_fail(&self->peers[peer].stream[SEND].queue);
+        any |= hr_queue_fail(&self->peers[peer].stream[RECV].queue);
         settle_busy(self, peer);
     }
     return any;
@@ -135,48 +152,45 @@ static void lose_peer(struct mpi_transport *self, int peer, enum hr_loss how) {
 
 /* ---- Moving ---- */
 
-/* Hands to MPI what may go there. An error code of MPI. */
+/* Hands to MPI what may go there, of each io one part at a time. An error code of MPI. */
 static int start_messages(struct mpi_transport *self, struct peer *peer, int direction) {
-    struct hr_stream *stream = &peer->stream[direction];
     const struct hr_mpi_ops *ops = self->mpi->ops;
-    while (stream->next != NULL && stream->started < HR_STREAM_STARTED_MAX) {
-        struct hr_message *m = stream->next;
-        int code = 0;
-        if (m->bytes > 0) {
-            code = direction == SEND
-                       ? ops->issend(self->mpi, m->data, m->bytes, peer->rank, peer->tag[SEND], &m->request)
-                       : ops->irecv(self->mpi, m->data, m->bytes, peer->rank, peer->tag[RECV], &m->request);
+    const size_t most = (size_t)self->mpi->calls.message_bytes;
+    int started = 0;
+    for (struct hr_io *io = peer->stream[direction].queue.head; io != NULL && started < STARTED_MAX; io = io->next) {
+        if (io->bytes > io->done_bytes && !is_held(io)) {
+            char *data = io->data + io->done_bytes;
+            const size_t bytes = hr_smaller(io->bytes - io->done_bytes, most);
+            const int code = direction == SEND
+                                 ? ops->issend(self->mpi, data, bytes, peer->rank, peer->tag[SEND], &io->request)
+                                 : ops->irecv(self->mpi, data, bytes, peer->rank, peer->tag[RECV], &io->request);
+            if (code != 0) {
+                return code;
+            }
+            io->given_bytes = io->done_bytes + bytes;
         }
-        if (code != 0) {
-            return code;
+        if (io->given_bytes < io->bytes) { /* the next io goes behind its last part */
+            break;
         }
-        stream->started++;
-        stream->next = m->next;
+        started++;
     }
     return 0;
 }
 
 /*
- * Finishes the head, if it is over, and empty ones behind it. 1: something moved; 0; or an error code of MPI in *code.
+ * Finishes what is over of the head, and empty ones behind it. 1: something moved; 0; or an error code of MPI in *code.
  */
-static int finish_messages(struct mpi_transport *self, struct hr_stream *stream, int *code) {
+static int finish_messages(struct mpi_transport *self, struct hr_queue *queue, int *code) {
+    struct hr_io *head = queue->head;
     int moved = 0;
-    if (stream->head != stream->next && stream->head->bytes > 0) {
-        *code = self->mpi->ops->test(self->mpi, &stream->head->request, &moved);
+    if (head != NULL && is_held(head)) {
+        *code = self->mpi->ops->test(self->mpi, &head->request, &moved);
         if (*code != 0) {
-            stream->head->is_over = 1;
+            let_go(head);
             return 0;
         }
-        if (!moved) {
-            return 0;
-        }
-        hr_stream_finish_head(stream, &self->spare);
     }
-    while (stream->head != stream->next && stream->head->bytes == 0) {
-        hr_stream_finish_head(stream, &self->spare);
-        moved = 1;
-    }
-    return moved;
+    return hr_queue_advance(queue, moved ? head->given_bytes - head->done_bytes : 0) | moved;
 }
 
 static int peer_progress(struct mpi_transport *self, int peer) {
@@ -186,9 +200,9 @@ static int peer_progress(struct mpi_transport *self, int peer) {
     }
     int moved = 0;
     for (int direction = 0; direction < DIRECTIONS; direction++) {
-        struct hr_stream *stream = &at->stream[direction];
+        struct stream *stream = &at->stream[direction];
         int code = 0;
-        if (finish_messages(self, stream, &code)) {
+        if (finish_messages(self, &stream->queue, &code)) {
             moved = 1;
             stream->moved_ns = hr_now_ns();
         }
@@ -209,9 +223,9 @@ static int peer_progress(struct mpi_transport *self, int peer) {
 /* 1: the peer is lost now. */
 static int look_at(struct mpi_transport *self, int peer, int64_t now_ns) {
     struct peer *at = &self->peers[peer];
-    const struct hr_stream *send = &at->stream[SEND];
+    const struct stream *send = &at->stream[SEND];
     const int64_t moved_ns = send->moved_ns > at->stream[RECV].moved_ns ? send->moved_ns : at->stream[RECV].moved_ns;
-    if (send->head != NULL && now_ns - send->moved_ns >= self->peer_timeout_ns) {
+    if (send->queue.head != NULL && now_ns - send->moved_ns >= self->peer_timeout_ns) {
         lose_peer(self, peer, HR_LOSS_SILENT);
         return 1;
     }
@@ -277,11 +291,11 @@ static int mpi_post(struct hr_transport *transport, enum hr_direction direction,
         return HORO_ERR_ABORTED;
     }
     struct peer *at = &self->peers[peer];
-    struct hr_stream *stream = &at->stream[direction];
-    if (stream->head == NULL) {
+    struct stream *stream = &at->stream[direction];
+    if (stream->queue.head == NULL) {
         stream->moved_ns = hr_now_ns();
     }
-    HR_TRY(hr_stream_push(stream, &self->spare, data, bytes, (size_t)self->mpi->calls.message_bytes, io));
+    hr_queue_push(&stream->queue, data, bytes, io);
     settle_busy(self, peer);
     const int code = at->lost ? 0 : start_messages(self, at, direction);
     if (code != 0) {
@@ -327,7 +341,6 @@ static void mpi_destroy(struct hr_transport *transport) {
     struct mpi_transport *self = (struct mpi_transport *)transport;
     (void)fail_peers(self, 0, self->host_count);
     self->control->ops->destroy(self->control);
-    hr_messages_free(self->spare);
     free(self->busy);
     free(self);
 }

@@ -30,10 +30,7 @@ static inline void hr_queue_pop(struct hr_queue *queue, enum hr_io_state state) 
     io->state = state;
 }
 
-/*
- * Says that `bytes` more have moved, in order; finishes what is complete, empty ios included, or takes some. 1: at
- * least one io is done.
- */
+/* `bytes` more have moved, in order: finishes what is complete, also empty ios, or takes some. 1: one is done. */
 static inline int hr_queue_advance(struct hr_queue *queue, size_t bytes) {
     int popped = 0;
     while (queue->head != NULL) {
@@ -60,10 +57,7 @@ static inline int hr_queue_fail(struct hr_queue *queue) {
     return any;
 }
 
-/*
- * The unmoved memory of the first ios, at most `capacity` entries, the last of which may take some; returns how many
- * there are.
- */
+/* The unmoved memory of the first ios, up to one that takes some; returns how many entries, at most `capacity`. */
 static inline size_t hr_queue_gather(const struct hr_queue *queue, struct iovec *iov, size_t capacity) {
     size_t used = 0;
     for (const struct hr_io *io = queue->head; io != NULL && used < capacity; io = io->next) {

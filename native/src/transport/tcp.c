@@ -45,7 +45,6 @@ struct tcp {
     int data_sockets; /* per peer, */
     int used_sockets; /* of which so many are in use */
     int link_count;
-    int watching;
     int abandoned[HR_CHANNEL_COUNT];
     uint64_t *busy; /* bit per link: something is posted. Control links have the lower bits and so go first. */
     struct link links[]; /* control by peer, then data: [host_count + peer * data_sockets + socket] */
@@ -243,10 +242,6 @@ static enum hr_loss tcp_loss(const struct hr_transport *transport, int peer) {
 static void tcp_watch(struct hr_transport *transport, int enabled) {
     struct tcp *tcp = (struct tcp *)transport;
     const int on = enabled != 0;
-    if (tcp->watching == on) {
-        return;
-    }
-    tcp->watching = on;
     for (int i = 0; i < tcp->link_count; i++) {
         if (tcp->links[i].fd >= 0 && tcp->links[i].is_tcp) {
             (void)setsockopt(tcp->links[i].fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);

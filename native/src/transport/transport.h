@@ -56,6 +56,8 @@ struct hr_io {
     int takes_some;    /* a receive that is done as soon as any bytes have come */
     enum hr_io_state state;
     struct hr_io *next;
+    size_t given_bytes; /* to MPI, as what follows: all of this and no more than `bytes` has gone there */
+    uint64_t request;   /* of what lies between done_bytes and given_bytes */
 };
 
 struct hr_transport;
@@ -79,22 +81,13 @@ struct hr_transport_ops {
      */
     size_t (*sleep_fds)(struct hr_transport *transport, struct pollfd *fds, size_t capacity);
 
-    /*
-     * The longest sleep, in nanoseconds, while something is posted that no descriptor tells of; -1 where the
-     * descriptors suffice. NULL: they always do.
-     */
+    /* The longest sleep while something is posted of which no descriptor tells; -1: any. NULL: always -1. */
     int64_t (*poll_within_ns)(const struct hr_transport *transport);
 
-    /*
-     * Whether a peer is lost, and how it was first noticed. A peer that has closed its end in order is lost as well:
-     * callers know that.
-     */
+    /* Whether a peer is lost, also one that has closed its end in order, and how it was first noticed. */
     enum hr_loss (*loss)(const struct hr_transport *transport, int peer);
 
-    /*
-     * Turns link supervision on while work is pending (keepalive probes), off when idle, so that an idle job sends
-     * nothing.
-     */
+    /* Supervises the links (keepalive probes) while work is pending; not when idle: an idle job sends nothing. */
     void (*watch)(struct hr_transport *transport, int enabled);
 
     /*
@@ -120,10 +113,7 @@ struct hr_transport {
     int is_quiet; /* the driver's: nothing of its team is under way here, so it is moved now and then only */
 };
 
-/*
- * Posts a receive on the control channel that is done as soon as any bytes have come: io->done_bytes of them, at most
- * `capacity`, whatever sends they are of. The statuses of post.
- */
+/* Posts a receive for control that is done as soon as any bytes have come, of whatever sends: io->done_bytes. */
 static inline hr_status hr_post_recv_some(struct hr_transport *transport, int peer, void *data, size_t capacity,
                                           struct hr_io *io) {
     HR_TRY(transport->ops->post(transport, HR_RECV, peer, HR_CHANNEL_CONTROL, data, capacity, io));

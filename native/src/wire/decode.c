@@ -143,33 +143,27 @@ static void read_request(struct reader *reader, struct hr_wire_request *request)
     require(reader, request->op < HORO_OP_COUNT && flags <= (1 | HR_WIRE_ON_GPU) && request->root_rank >= 0 &&
                         is_canonical(request));
     request->tensors = reader->at;
+    struct hr_wire_tensor tensor = {0};
     for (uint32_t i = 0; i < request->tensor_count && !reader->failed; i++) {
-        const int dtype = read_u8(reader);
-        const int wire_dtype = read_u8(reader);
-        const int ndim = read_u8(reader);
-        require(reader, dtype < HORO_ANY_DTYPE_COUNT && ndim <= HORO_DIMS_MAX);
-        require(reader, wire_dtype == 0 ||
-                            (hr_op_is(request->op, HR_OP_REDUCTION) && hr_dtype_narrows(dtype, wire_dtype)));
-        int64_t shape[HORO_DIMS_MAX];
-        for (int d = 0; d < ndim && !reader->failed; d++) {
-            shape[d] = (int64_t)read_u64(reader);
+        tensor.dtype = read_u8(reader);
+        tensor.wire_dtype = read_u8(reader);
+        tensor.ndim = read_u8(reader);
+        require(reader, tensor.dtype < HORO_ANY_DTYPE_COUNT && tensor.ndim <= HORO_DIMS_MAX);
+        require(reader, tensor.wire_dtype == 0 || (hr_op_is(request->op, HR_OP_REDUCTION) &&
+                                                   hr_dtype_narrows(tensor.dtype, tensor.wire_dtype)));
+        for (int d = 0; d < tensor.ndim && !reader->failed; d++) {
+            tensor.shape[d] = (int64_t)read_u64(reader);
         }
         int64_t bytes;
         if (!reader->failed) {
-            require(reader, hr_wire_tensor_bytes(request->op, shape, ndim, dtype, &bytes) == HORO_OK);
-            require(reader, !hr_op_is(request->op, HR_OP_TELLING_ROWS) || ndim == 0 || shape[0] == 0);
+            require(reader, hr_wire_tensor_bytes(request->op, tensor.shape, tensor.ndim, tensor.dtype, &bytes) == 0);
+            require(reader, !hr_op_is(request->op, HR_OP_TELLING_ROWS) || tensor.ndim == 0 || tensor.shape[0] == 0);
         }
     }
     if (!reader->failed && hr_op_is(request->op, HR_OP_OF_TEAMS)) {
-        /* of teams: the tensor that was checked last is the only one, and its values follow */
-        const uint8_t *cursor = request->tensors;
-        struct hr_wire_tensor tensor = {0};
-        require(reader, request->tensor_count == 1);
-        if (!reader->failed) {
-            hr_wire_next_tensor(&cursor, &tensor);
-        }
-        require(reader, tensor.dtype == HORO_INT32 && tensor.ndim == 1 && tensor.shape[0] >= 1 &&
-                            tensor.shape[0] <= HR_WIRE_TENSORS_MAX);
+        /* of teams: the tensor that was read last is the only one, and its values follow */
+        require(reader, request->tensor_count == 1 && tensor.dtype == HORO_INT32 && tensor.ndim == 1 &&
+                            tensor.shape[0] >= 1 && tensor.shape[0] <= HR_WIRE_TENSORS_MAX);
         request->value_count = reader->failed ? 0 : (uint32_t)tensor.shape[0];
         request->values = reader->at;
         for (uint32_t i = 0; i < request->value_count && !reader->failed; i++) {

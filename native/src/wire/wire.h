@@ -95,10 +95,7 @@ enum {
     HR_WIRE_VAR_MAX = 9, /* bytes */
     HR_WIRE_ON_GPU = 2,   /* among the flags of a request */
     HR_WIRE_ALL_NAMES = 0, /* the hash of no name, see lane */
-    /*
-     * Of a request's canonical form, and of that and its rows: a REQUEST message holds it together with the longest
-     * text.
-     */
+    /* Of a request's canonical form, and of that with its rows: a REQUEST message holds it and the longest text. */
     HR_WIRE_REQUEST_MAX = HR_WIRE_MESSAGE_MAX - (1 + 4 + 4 + 2 + HR_WIRE_TEXT_MAX + HR_WIRE_VAR_MAX),
 };
 

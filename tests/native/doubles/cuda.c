@@ -53,6 +53,7 @@ struct event {
 struct work {
     struct work *next;
     void (*run)(struct work *work);
+    struct stream *stream;
     struct event *event;
     uint64_t number;
     void *target;
@@ -89,7 +90,50 @@ static __thread int entered_devices[8]; /* of the contexts that are pushed; the 
 static int waits; /* of threads for a stream that is full and not the program's */
 static int captures, spoiled; /* streams that are being captured; whether a call has ended a capture */
 
-#include "cuda_refusals.h"
+/* Adds to a number and returns what it is then. */
+static int count(int *number, int change) {
+    pthread_mutex_lock(&lock);
+    const int found = *number += change;
+    pthread_mutex_unlock(&lock);
+    return found;
+}
+
+/* ---- What is refused, as a driver does ---- */
+
+enum { NON_BLOCKING = 1, GREATEST_PRIORITY = -5 };
+
+/* In the mode "global", which is 0, such a call ends the capture of any stream. */
+static int is_unsafe(void) {
+    pthread_mutex_lock(&lock);
+    const int found = captures > 0 && capture_mode != 2;
+    spoiled |= found;
+    pthread_mutex_unlock(&lock);
+    return found ? CAPTURE_UNSUPPORTED : 0;
+}
+
+/* Whether the stream is being captured: to make it wait for an event from outside ends that. */
+static int ends_capture(const struct stream *stream) {
+    pthread_mutex_lock(&lock);
+    const int is_capturing = (stream == NULL ? default_stream : stream)->is_capturing;
+    spoiled |= is_capturing;
+    pthread_mutex_unlock(&lock);
+    return is_capturing;
+}
+
+/* The device whose context is current on this thread; -1: none is. */
+static int current_device(void) {
+    return entered > 0 ? entered_devices[(entered - 1) % 8] : -1;
+}
+
+/* Streams of horo, which enters a device for them, have the highest priority and no order with the default stream. */
+static int is_ordinary(unsigned flags, int priority) {
+    return current_device() >= 0 && (flags != NON_BLOCKING || priority != GREATEST_PRIORITY);
+}
+
+/* An event goes onto a stream of its own context only; of the program's streams the context is not known. */
+static int is_elsewhere(const struct event *event, const struct stream *stream) {
+    return stream != NULL && stream->device >= 0 && event->device != stream->device;
+}
 
 static void init_memory(void) {
     const int file = memfd_create("double", 0);
@@ -123,7 +167,7 @@ static void *run_stream(void *data) {
         stream->tail = stream->head == NULL ? &stream->head : stream->tail;
         pthread_mutex_unlock(&lock);
         (void)usleep(DELAYS == 0 ? 0 : (unsigned)rand_r(&stream->seed) % (DELAYS + 1));
-        work->data = work->function == NULL ? stream : work->data;
+        work->stream = stream;
         work->run(work);
         free(work);
         pthread_mutex_lock(&lock);
@@ -217,32 +261,27 @@ int cuEventCreate(struct event **event, unsigned flags) {
     (void)flags;
     *event = calloc(1, sizeof **event);
     (*event)->device = current_device();
-    pthread_mutex_lock(&lock);
-    events++;
-    pthread_mutex_unlock(&lock);
+    count(&events, 1);
     return 0;
 }
 
 int cuEventDestroy_v2(struct event *event) {
     (void)event; /* a stream may wait for it still */
-    pthread_mutex_lock(&lock);
-    events--;
-    pthread_mutex_unlock(&lock);
+    count(&events, -1);
     return 0;
 }
 
 static void reach(struct work *work) {
-    const struct stream *stream = work->data;
     pthread_mutex_lock(&lock);
     work->event->done = work->number > work->event->done ? work->number : work->event->done;
-    work->event->code = stream->code;
+    work->event->code = work->stream->code;
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&lock);
 }
 
 /* What waits behind a failure has failed: on a device all streams have. */
 static void await_event(struct work *work) {
-    struct stream *stream = work->data;
+    struct stream *stream = work->stream;
     pthread_mutex_lock(&lock);
     while (work->event->done < work->number) {
         pthread_cond_wait(&changed, &lock);
@@ -300,27 +339,15 @@ int cuEventQuery(const struct event *event) {
 
 /* ---- Functions of the host ---- */
 
-static void call(struct work *work) {
-    work->function(work->data);
-}
-
 /* As on a device, a function behind a failure is not called. */
-static void call_unless_failed(struct work *work) {
-    struct work inner = *(struct work *)(void *)work->source;
-    const struct stream *stream = work->data;
-    free((void *)work->source);
-    if (stream->code == 0) {
-        call(&inner);
-        pthread_mutex_lock(&lock);
-        calls++;
-        pthread_mutex_unlock(&lock);
+static void call(struct work *work) {
+    if (work->stream->code == 0) {
+        work->function(work->data);
     }
 }
 
 int cuLaunchHostFunc(void *stream, void (*function)(void *), void *data) {
-    struct work *inner = malloc(sizeof *inner);
-    *inner = (struct work){.function = function, .data = data};
-    return put(stream, (struct work){.run = call_unless_failed, .source = inner});
+    return put(stream, (struct work){.run = call, .function = function, .data = data});
 }
 
 /* ---- Devices ---- */
@@ -364,18 +391,14 @@ int cuDeviceGetUuid_v2(char *uuid, int device) {
 static char names[CONTEXTS_MAX]; /* of contexts, by device */
 
 int cuDevicePrimaryCtxRetain(void **context, int device) {
-    pthread_mutex_lock(&lock);
-    contexts++;
-    pthread_mutex_unlock(&lock);
+    count(&contexts, 1);
     *context = &names[device];
     return 0;
 }
 
 int cuDevicePrimaryCtxRelease_v2(int device) {
     (void)device;
-    pthread_mutex_lock(&lock);
-    contexts--;
-    pthread_mutex_unlock(&lock);
+    count(&contexts, -1);
     return 0;
 }
 
@@ -442,17 +465,12 @@ int double_capture(struct stream *stream, int is_capturing) {
 
 /* From now on pinned memory is to be had in pieces of up to so many bytes. */
 void double_limit_pinned(int bytes) {
-    pthread_mutex_lock(&lock);
-    host_limit = bytes;
-    pthread_mutex_unlock(&lock);
+    count(&host_limit, bytes - host_limit);
 }
 
 /* How often a thread has had to wait because a stream of horo's was full. */
 int double_waits(void) {
-    pthread_mutex_lock(&lock);
-    const int count = waits;
-    pthread_mutex_unlock(&lock);
-    return count;
+    return count(&waits, 0);
 }
 
 /* Streams, contexts, events, pieces of pinned memory that exist and of all. */

@@ -42,11 +42,8 @@ void double_pause(int *gate) {
     pthread_mutex_unlock(&lock);
 }
 
-int double_is_paused(const int *gate) {
-    pthread_mutex_lock(&lock);
-    const int is_there = *gate == 1;
-    pthread_mutex_unlock(&lock);
-    return is_there;
+int double_is_paused(int *gate) {
+    return count(gate, 0) == 1;
 }
 
 /* The call goes on, or returns this code. */

@@ -4,7 +4,6 @@
 
 /* Copies to the host: that have begun, the one that fails, how many may still be done (-1: all). */
 static int fetches, fetch_fails_at, fetches_let = -1;
-static int copies_over, calls; /* of functions of the host, that are over */
 
 uint64_t double_alloc(size_t bytes) {
     pthread_mutex_lock(&lock);
@@ -23,9 +22,7 @@ int cuMemHostAlloc(void **data, size_t bytes, unsigned flags) {
         return CAPTURE_UNSUPPORTED;
     }
     *data = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
-    pthread_mutex_lock(&lock);
-    host_allocs++;
-    pthread_mutex_unlock(&lock);
+    count(&host_allocs, 1);
     return 0;
 }
 
@@ -50,24 +47,20 @@ static void await_device(void) {
     pthread_mutex_unlock(&lock);
 }
 
-void double_await_program(int is_awaited) {
-    pthread_mutex_lock(&lock);
-    is_program_awaited = is_awaited;
-    pthread_mutex_unlock(&lock);
+void double_await_program(void) {
+    count(&is_program_awaited, 1);
 }
 
 int cuMemFreeHost(void *data) {
     (void)is_unsafe();
     await_device();
     free(data);
-    pthread_mutex_lock(&lock);
-    host_frees++;
-    pthread_mutex_unlock(&lock);
+    count(&host_frees, 1);
     return 0;
 }
 
 static void copy(struct work *work) {
-    struct stream *stream = work->data;
+    struct stream *stream = work->stream;
     pthread_mutex_lock(&lock);
     while (work->is_to_host && fetches_let == 0) {
         pthread_cond_wait(&changed, &lock);
@@ -82,9 +75,6 @@ static void copy(struct work *work) {
     if (works) {
         memcpy(work->target, work->source, work->bytes);
     }
-    pthread_mutex_lock(&lock);
-    copies_over++;
-    pthread_mutex_unlock(&lock);
 }
 
 int cuMemcpyDtoHAsync_v2(void *host, uint64_t device, size_t bytes, void *stream) {
@@ -113,21 +103,6 @@ void double_fail_staging(int number) {
     pthread_mutex_lock(&lock);
     fetch_fails_at = number == 0 ? 0 : fetches + number;
     pthread_mutex_unlock(&lock);
-}
-
-/* Copies in any direction that are over, well or not. */
-int double_copies(void) {
-    pthread_mutex_lock(&lock);
-    const int over = copies_over;
-    pthread_mutex_unlock(&lock);
-    return over;
-}
-
-int double_calls(void) {
-    pthread_mutex_lock(&lock);
-    const int over = calls;
-    pthread_mutex_unlock(&lock);
-    return over;
 }
 
 #endif

@@ -12,16 +12,7 @@
  * The functions that begin with "double" are for tests.
  */
 #define _GNU_SOURCE
-#include <dlfcn.h>
-#include <limits.h>
 #include <pthread.h>
-#include <stdatomic.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #ifndef VERSION
 #define VERSION 22304
@@ -33,8 +24,6 @@
 #define DELAYS 0
 #endif
 
-#include "nccl_clique.h"
-#include "nccl_order.h"
 #include "nccl_run.h"
 
 /* ---- Failures that tests ask for ---- */
@@ -212,7 +201,6 @@ static struct work *start(struct comm *comm) {
         work->hangs = fails(AT_HANG, comm->rank) != 0;
         work->code = fails(AT_RUN, comm->rank);
         comm->running++;
-        comm->launches++;
         launched++;
         note_work(work);
     }

@@ -1,18 +1,28 @@
-/* What the double of NCCL does on a stream: values of all dtypes, and how ranks take turns. For nccl.c alone. */
+/*
+ * Where the ranks of the double of NCCL meet, what they do on a stream, and what an abort waits for. For nccl.c, whose
+ * lock its callers hold but on the threads of streams.
+ */
 #ifndef NCCL_RUN_H
 #define NCCL_RUN_H
 
+#include <dlfcn.h>
+#include <fcntl.h>
 #include <limits.h>
 #include <linux/futex.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
+#include "kernel/level.h"
+
 enum { SUCCESS = 0, CUDA_ERROR = 1, SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, IN_PROGRESS = 7 };
-enum { RANKS_MAX = 16, CHUNK = 1 << 14, SCALES_MAX = 16, GROUP_MAX = 4096,
-       ABORT_MS = 2000 };
+enum { RANKS_MAX = 16, CHUNK = 1 << 14, SCALES_MAX = 16, ABORT_MS = 2000 };
 enum kind { ALL_REDUCE, BROADCAST, REDUCE, REDUCE_SCATTER };
 enum { SUM, PRODUCT, MAX, MIN, AVERAGE, FIRST_SCALE };
 enum { INT8, UINT8, INT32, UINT32, INT64, UINT64, HALF, FLOAT, DOUBLE, BFLOAT };
@@ -55,7 +65,7 @@ struct comm {
     _Atomic int is_aborted;
     int running; /* launched and not over */
     struct comm *next_aborted; /* in the same group of calls */
-    int launches, groups;
+    int groups;
     unsigned seed;
     struct work *waiting, **waiting_tail; /* a group that is polled for */
     double scales[SCALES_MAX];
@@ -83,40 +93,8 @@ static int failure_of(const struct comm *comm) {
 
 /* ---- Values ---- */
 
-static float half_value(uint16_t bits) {
-    const uint32_t exponent = bits >> 10 & 31;
-    const uint32_t fraction = bits & 1023;
-    const float sign = bits >> 15 ? -1.0f : 1.0f;
-    union {
-        uint32_t bits;
-        float value;
-    } whole = {.bits = (exponent + 112) << 23 | fraction << 13};
-    if (exponent == 31) {
-        whole.bits = 0x7f800000u | fraction << 13;
-    }
-    return sign * (exponent == 0 ? (float)fraction / 16777216.0f : whole.value);
-}
-
-static uint16_t half_bits(double value) {
-    union {
-        float value;
-        uint32_t bits;
-    } whole = {.value = (float)value};
-    const uint16_t sign = (uint16_t)(whole.bits >> 16 & 0x8000u);
-    const uint32_t size = whole.bits & 0x7fffffffu;
-    if (size >= 0x47800000u) {
-        return (uint16_t)(sign | (size > 0x7f800000u ? 0x7e00u : 0x7c00u));
-    }
-    if (size < 0x38800000u) {
-        union {
-            uint32_t bits;
-            float value;
-        } small = {.bits = size};
-        return (uint16_t)(sign | (uint16_t)(small.value * 16777216.0f + 0.5f));
-    }
-    const uint32_t rounded = size + 0xfffu + (size >> 13 & 1);
-    return (uint16_t)(sign | (uint16_t)((rounded - 0x38000000u) >> 13));
-}
+static const int TYPES[] = {HORO_INT8, HORO_UINT8, HORO_INT32, HORO_UINT32, HORO_INT64, HORO_UINT64,
+                            HORO_FLOAT16, HORO_FLOAT32, HORO_FLOAT64, HORO_BFLOAT16};
 
 static size_t width_of(int dtype) {
     static const size_t widths[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
@@ -134,46 +112,20 @@ static int is_float(int dtype) {
     return dtype >= HALF;
 }
 
-static double float_at(const char *at, int dtype) {
-    uint16_t half;
-    uint32_t bits;
-    float single;
-    double value;
-    switch (dtype) {
-    case HALF: move((char *)&half, at, 2); return (double)half_value(half);
-    case BFLOAT:
-        move((char *)&half, at, 2);
-        bits = (uint32_t)half << 16;
-        move((char *)&single, (char *)&bits, 4);
-        return (double)single;
-    case FLOAT: move((char *)&single, at, 4); return (double)single;
-    default: move((char *)&value, at, 8); return value;
+static double float_at(const void *at, int dtype) {
+    return dtype == DOUBLE ? load_double(at) : (double)load_float(TYPES[dtype], at);
+}
+
+static void put_float(void *at, int dtype, double value) {
+    if (dtype == DOUBLE) {
+        memcpy(at, &value, sizeof value);
+    } else {
+        store_float(TYPES[dtype], at, (float)value);
     }
 }
 
-static void put_float(char *at, int dtype, double value) {
-    uint16_t half;
-    uint32_t bits;
-    float single = (float)value;
-    switch (dtype) {
-    case HALF: half = half_bits(value); move(at, (char *)&half, 2); break;
-    case BFLOAT:
-        move((char *)&bits, (char *)&single, 4);
-        half = (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
-        move(at, (char *)&half, 2);
-        break;
-    case FLOAT: move(at, (char *)&single, 4); break;
-    default: move(at, (char *)&value, 8); break;
-    }
-}
-
-static int64_t integer_at(const char *at, int dtype) {
-    const size_t width = width_of(dtype);
-    uint64_t bits = 0;
-    move((char *)&bits, at, width);
-    const int is_signed = dtype == INT8 || dtype == INT32;
-    const uint64_t sign = (uint64_t)1 << (8 * width - 1);
-    return (int64_t)(is_signed && (bits & sign) != 0 ? bits | ~(sign * 2 - 1) : bits);
+static int64_t integer_at(const void *at, int dtype) {
+    return load_integer(TYPES[dtype], at);
 }
 
 static double combine(int operation, double a, double b) {
@@ -297,6 +249,111 @@ static void run(const struct work *work) {
             return;
         }
     }
+}
+
+/* ---- The file beside the double in which ranks meet, threads and processes alike ---- */
+
+int ncclGetVersion(int *version);
+
+/* One mapping serves all ranks of a process. */
+struct mapping {
+    struct mapping *next;
+    unique_id id;
+    struct clique *clique;
+    int users;
+};
+
+static struct mapping *mappings;
+
+static struct clique *map_file(const char *name) {
+    Dl_info info;
+    char path[4096];
+    if (dladdr((void *)&ncclGetVersion, &info) == 0) {
+        return NULL;
+    }
+    snprintf(path, sizeof path, "%s.%s", info.dli_fname, name);
+    const int file = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    if (file < 0 || ftruncate(file, sizeof(struct clique)) != 0) {
+        return NULL;
+    }
+    void *data = mmap(NULL, sizeof(struct clique), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    return data == MAP_FAILED ? NULL : data;
+}
+
+/* With the lock held. One mapping serves all ranks of a process. */
+static struct clique *find_clique(const unique_id *id) {
+    struct mapping *mapping = mappings;
+    while (mapping != NULL && memcmp(&mapping->id, id, sizeof *id) != 0) {
+        mapping = mapping->next;
+    }
+    if (mapping == NULL) {
+        struct clique *clique = map_file(id->bytes);
+        mapping = clique == NULL ? NULL : calloc(1, sizeof *mapping);
+        if (mapping == NULL) {
+            return NULL;
+        }
+        *mapping = (struct mapping){.next = mappings, .id = *id, .clique = clique};
+        mappings = mapping;
+    }
+    mapping->users++;
+    return mapping->clique;
+}
+
+/* ---- What the ranks of this process launch ---- */
+
+/* A line for each launch, the calls of a group: GPU, stream, and a word that its collective has on all ranks. */
+static FILE *launches;
+static char *launches_text;
+static size_t launches_bytes;
+
+static void note_group(struct comm *comm) {
+    launches = launches != NULL ? launches : open_memstream(&launches_text, &launches_bytes);
+    if (comm->waiting != NULL) {
+        fprintf(launches, "%d %p %s:%d\n", comm->clique->slots[comm->rank].device, comm->waiting->stream,
+                comm->id.bytes, ++comm->groups);
+    }
+}
+
+/* A job after that has other streams. */
+static void note_end(void) {
+    if (launches != NULL) {
+        fprintf(launches, "over\n");
+    }
+}
+
+/* ---- What an abort waits for ---- */
+
+static struct work *launched_first;
+
+static void note_work(struct work *work) {
+    struct work **link = &launched_first;
+    while (*link != NULL) {
+        link = &(*link)->launched_next;
+    }
+    *link = work;
+}
+
+static void forget_work(const struct work *work) {
+    struct work **link = &launched_first;
+    while (*link != work) {
+        link = &(*link)->launched_next;
+    }
+    *link = work->launched_next;
+}
+
+/* Whether a kernel of it stands behind one that runs, and goes on to, of a communicator that is not aborted. */
+static int stands_behind_others(const struct comm *comm) {
+    for (const struct work *work = launched_first; work != NULL; work = work->launched_next) {
+        for (const struct work *before = launched_first; work->comm == comm && before != work;
+             before = before->launched_next) {
+            if (before->stream == work->stream && before->comm != comm && before->has_begun &&
+                !atomic_load(&before->comm->is_aborted)) {
+                return 1;
+            }
+        }
+    }
+    return 0;
 }
 
 #endif

@@ -223,18 +223,12 @@ void shim_abandon(void *transport, int channel);
 void shim_watch(void *transport, int enabled);
 /* enum hr_loss of a peer. */
 int shim_loss(void *transport, int peer);
-/* How many descriptors; the first `capacity` of them in fds and events. */
-size_t shim_sleep_fds(void *transport, int *fds, int *events, size_t capacity);
-/* Sleeps on them: 1 if one woke or it was time to look without one, 0 if neither happened in time. */
+/* Whether nothing would ever wake a sleeper: no descriptor, no need to look. */
+int shim_is_idle(void *transport);
+/* Sleeps on its descriptors: 1 if one woke or it was time to look without one, 0 if neither happened in time. */
 int shim_sleep(void *transport, int timeout_ms);
-/* Whether a sleeper must look by itself now and then. */
-int shim_must_look(void *transport);
-
-/*
- * Progress and sleep until none of the ios is posted any more. HORO_OK, HORO_ERR_PEER_LOST if any failed,
- * HORO_ERR_TIMEOUT. *sleeps (or NULL) counts the sleeps.
- */
-int shim_wait(void *transport, void *const *ios, int io_count, int timeout_ms, int *sleeps);
+/* Progress and sleep until none of the ios is posted any more. HORO_OK; HORO_ERR_PEER_LOST: one failed; _TIMEOUT. */
+int shim_wait(void *transport, void *const *ios, int io_count, int timeout_ms);
 
 /* ---- The last look of a wait before it sleeps ---- */
 
@@ -268,7 +262,7 @@ void shim_wire_describe(int dtype, int wire_dtype, int ndim, const int64_t *shap
  * sanitizer sees any step outside, and encodes it again, to the same bytes. Returns the status.
  */
 int shim_wire_probe(const void *data, size_t bytes);
-/* shim_wire_probe of every prefix and of the message with each byte set to each value; the counts of each outcome. */
-int shim_wire_probe_mutants(const void *data, size_t bytes, uint64_t *accepted, uint64_t *rejected);
+/* HORO_OK: no prefix is a message, and with each byte set to each value shim_wire_probe accepts or refuses it. */
+int shim_wire_probe_mutants(const void *data, size_t bytes);
 
 #endif

@@ -95,15 +95,10 @@ int shim_loss(void *transport, int peer) {
     return (int)self->ops->loss(self, peer);
 }
 
-size_t shim_sleep_fds(void *transport, int *fds, int *events, size_t capacity) {
+int shim_is_idle(void *transport) {
     struct hr_transport *self = transport;
     struct pollfd polled[SLEEP_FDS_MAX];
-    const size_t count = self->ops->sleep_fds(self, polled, capacity < SLEEP_FDS_MAX ? capacity : SLEEP_FDS_MAX);
-    for (size_t i = 0; i < count && i < capacity && i < SLEEP_FDS_MAX; i++) {
-        fds[i] = polled[i].fd;
-        events[i] = polled[i].events;
-    }
-    return count;
+    return self->ops->sleep_fds(self, polled, SLEEP_FDS_MAX) == 0 && hr_transport_poll_within_ns(self) < 0;
 }
 
 int shim_sleep(void *transport, int timeout_ms) {
@@ -116,10 +111,6 @@ int shim_sleep(void *transport, int timeout_ms) {
     const struct timespec timeout = {.tv_sec = looks ? 0 : timeout_ms / 1000,
                                      .tv_nsec = (looks ? look_ns : asked_ns) % 1000000000};
     return ppoll(polled, count < SLEEP_FDS_MAX ? count : SLEEP_FDS_MAX, &timeout, NULL) > 0 || looks;
-}
-
-int shim_must_look(void *transport) {
-    return hr_transport_poll_within_ns(transport) >= 0;
 }
 
 static int state_of(void *const *ios, int io_count) {
@@ -136,7 +127,7 @@ static int state_of(void *const *ios, int io_count) {
     return status;
 }
 
-int shim_wait(void *transport, void *const *ios, int io_count, int timeout_ms, int *sleeps) {
+int shim_wait(void *transport, void *const *ios, int io_count, int timeout_ms) {
     const int64_t deadline_ns = hr_now_ns() + (int64_t)timeout_ms * 1000000;
     int status;
     while ((status = state_of(ios, io_count)) == HORO_IN_PROGRESS) {
@@ -148,9 +139,6 @@ int shim_wait(void *transport, void *const *ios, int io_count, int timeout_ms, i
             return HORO_ERR_TIMEOUT;
         }
         (void)shim_sleep(transport, (int)left_ms);
-        if (sleeps != NULL) {
-            (*sleeps)++;
-        }
     }
     return status;
 }

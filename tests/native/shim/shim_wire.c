@@ -39,17 +39,11 @@ int shim_wire_probe(const void *data, size_t bytes) {
     return status;
 }
 
-static int count_outcome(int status, uint64_t *accepted, uint64_t *rejected) {
-    *accepted += status == HORO_OK;
-    *rejected += status == HORO_ERR_INTERNAL;
-    return status == HORO_OK || status == HORO_ERR_INTERNAL ? HORO_OK : status;
-}
-
-int shim_wire_probe_mutants(const void *data, size_t bytes, uint64_t *accepted, uint64_t *rejected) {
-    *accepted = 0;
-    *rejected = 0;
+int shim_wire_probe_mutants(const void *data, size_t bytes) {
     for (size_t length = 0; length < bytes; length++) {
-        HR_TRY(count_outcome(shim_wire_probe(data, length), accepted, rejected));
+        if (shim_wire_probe(data, length) != HORO_ERR_INTERNAL) {
+            return HORO_ERR_USAGE;
+        }
     }
     uint8_t *mutant = malloc(bytes);
     if (mutant == NULL) {
@@ -60,7 +54,8 @@ int shim_wire_probe_mutants(const void *data, size_t bytes, uint64_t *accepted, 
         memcpy(mutant, data, bytes);
         for (int value = 0; value < 256 && status == HORO_OK; value++) {
             mutant[i] = (uint8_t)value;
-            status = count_outcome(shim_wire_probe(mutant, bytes), accepted, rejected);
+            status = shim_wire_probe(mutant, bytes);
+            status = status == HORO_ERR_INTERNAL ? HORO_OK : status;
         }
     }
     free(mutant);

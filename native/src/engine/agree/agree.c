@@ -167,50 +167,38 @@ static struct hr_wire_text name_of(const struct hr_agree_entry *entry) {
 }
 
 static struct hr_wire_text failure_text_of(const struct hr_agree_entry *entry) {
-    return (struct hr_wire_text){entry->failure_text, strlen(entry->failure_text)};
+    return (struct hr_wire_text){entry->failure_text, entry->failure == 0 ? 0 : strlen(entry->failure_text)};
 }
 
-static int put_request(struct hr_agree *agree, struct hr_buffer *out, const struct hr_agree_entry *entry) {
+static int put_request(struct hr_buffer *out, const struct hr_agree_entry *entry, struct hr_wire_rows rows) {
     const struct hr_agree_copy *request = hr_agree_request(entry);
-    struct hr_wire_message message = {.type = HR_WIRE_REQUEST,
-                                      .rank = request->rank,
-                                      .status = entry->failure,
-                                      .request = {.bytes = request->bytes, .byte_count = request->count}};
-    if (entry->failure != 0) {
-        message.text = failure_text_of(entry);
-    } else {
-        HR_TRY(hr_agree_merge_rows(agree, entry, &message.rows));
-    }
-    return hr_frame_put(out, &message);
+    return hr_frame_put(out, &(struct hr_wire_message){
+                                 .type = HR_WIRE_REQUEST,
+                                 .rank = request->rank,
+                                 .status = entry->failure,
+                                 .text = failure_text_of(entry),
+                                 .rows = rows,
+                                 .request = {.bytes = request->bytes, .byte_count = request->count}});
 }
 
-static struct hr_agree_kind kind_of(const struct hr_agree_entry *entry) {
+static void decode(struct hr_agree_entry *entry) {
     const struct hr_agree_copy *copy = hr_agree_request(entry);
-    struct hr_wire_request request = {0};
-    (void)hr_wire_decode_request(copy->bytes, copy->count, &request); /* it was decoded when it came */
-    struct hr_agree_kind kind = {
-        .op = request.op,
-        .reduce_op = request.reduce_op,
-        .root_rank = request.root_rank,
-        .dtypes = HR_AGREE_NO_DTYPE,
-        .prescale = request.prescale,
-        .postscale = request.postscale,
-        .transient = request.transient,
-        .on_gpu = request.on_gpu,
-    };
-    const uint8_t *cursor = request.tensors;
-    for (uint32_t i = 0; i < request.tensor_count; i++) {
+    (void)hr_wire_decode_request(copy->bytes, copy->count, &entry->decoded); /* it was decoded when it came */
+    const uint8_t *cursor = entry->decoded.tensors;
+    entry->dtypes = HR_AGREE_NO_DTYPE;
+    entry->bytes = 0;
+    for (uint32_t i = 0; i < entry->decoded.tensor_count; i++) {
         struct hr_wire_tensor tensor;
         hr_wire_next_tensor(&cursor, &tensor);
         int64_t bytes = 0;
-        (void)hr_wire_tensor_bytes(request.op, tensor.shape, tensor.ndim, tensor.dtype, &bytes);
-        if (__builtin_add_overflow(kind.bytes, (uint64_t)bytes, &kind.bytes)) {
-            kind.bytes = UINT64_MAX; /* as large as can be: it shares a batch with nothing */
+        (void)hr_wire_tensor_bytes(entry->decoded.op, tensor.shape, tensor.ndim, tensor.dtype, &bytes);
+        if (__builtin_add_overflow(entry->bytes, (uint64_t)bytes, &entry->bytes)) {
+            entry->bytes = UINT64_MAX; /* as large as can be: it shares a batch with nothing */
         }
         const int dtypes = tensor.dtype + HORO_ANY_DTYPE_COUNT * tensor.wire_dtype;
-        kind.dtypes = kind.dtypes == HR_AGREE_NO_DTYPE || kind.dtypes == dtypes ? dtypes : HR_AGREE_MIXED_DTYPES;
+        entry->dtypes =
+            entry->dtypes == HR_AGREE_NO_DTYPE || entry->dtypes == dtypes ? dtypes : HR_AGREE_MIXED_DTYPES;
     }
-    return kind;
 }
 
 static int put_failure(struct hr_agree *agree, struct hr_agree_entry *entry, struct hr_buffer *out) {
@@ -226,8 +214,13 @@ static int collect_at_root(struct hr_agree *agree, struct hr_agree_entry *entry,
     if (entry->failure != 0 && !entry->is_call) {
         return put_failure(agree, entry, out);
     }
-    entry->kind = entry->failure != 0 ? (struct hr_agree_kind){.op = -1} : kind_of(entry); /* a call fails in order */
-    agree->ready_bytes += entry->kind.bytes;
+    if (entry->failure == 0) {
+        decode(entry);
+    } else { /* calls fail in order */
+        entry->decoded.op = -1;
+        entry->bytes = 0;
+    }
+    agree->ready_bytes += entry->bytes;
     hr_agree_move(agree, entry, HR_AGREE_READY);
     return HORO_OK;
 }
@@ -250,25 +243,27 @@ int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out) {
         }
         if (is_bare) {
             ids[id_count++] = entry->id;
-        } else if (entry->reported_full) {
-            HR_TRY(put_request(agree, out, entry));
-        } else {
-            struct hr_wire_message rows = {.type = HR_WIRE_ROWS, .id = entry->id};
-            HR_TRY(hr_agree_merge_rows(agree, entry, &rows.rows));
-            HR_TRY(hr_frame_put(out, &rows));
+            continue;
         }
+        struct hr_wire_rows rows = {0};
+        HR_TRY(entry->failure != 0 ? HORO_OK : hr_agree_merge_rows(agree, entry, &rows));
+        HR_TRY(entry->reported_full ? put_request(out, entry, rows)
+                                    : hr_frame_put(out, &(struct hr_wire_message){
+                                                            .type = HR_WIRE_ROWS, .id = entry->id, .rows = rows}));
     }
     return hr_frame_put_ids(out, ids, &id_count);
 }
 
-static int may_share(const struct hr_agree_kind *a, const struct hr_agree_kind *b) {
+static int may_share(const struct hr_agree_entry *one, const struct hr_agree_entry *other) {
+    const struct hr_wire_request *a = &one->decoded;
+    const struct hr_wire_request *b = &other->decoded;
     if (a->op != b->op || a->on_gpu != b->on_gpu || a->root_rank != b->root_rank) {
         return 0;
     }
     if (a->op == HORO_BROADCAST) {
         return 1; /* moved as bytes */
     }
-    return hr_op_is(a->op, HR_OP_REDUCTION) && a->dtypes >= 0 && a->dtypes == b->dtypes &&
+    return hr_op_is(a->op, HR_OP_REDUCTION) && one->dtypes >= 0 && one->dtypes == other->dtypes &&
            a->reduce_op == b->reduce_op && a->prescale == b->prescale && a->postscale == b->postscale;
 }
 
@@ -280,7 +275,7 @@ static int may_share(const struct hr_agree_kind *a, const struct hr_agree_kind *
 static uint32_t choose_batch(struct hr_agree *agree) {
     const uint64_t most = agree->config.fusion_bytes;
     struct hr_agree_entry *entry = agree->lists[HR_AGREE_READY].first;
-    const struct hr_agree_kind *first = &entry->kind;
+    const struct hr_agree_entry *first = entry;
     struct hr_agree_entry *next = may_share(first, first) ? entry->next : NULL;
     uint64_t bytes = first->bytes;
     uint32_t count = 1;
@@ -290,17 +285,16 @@ static uint32_t choose_batch(struct hr_agree *agree) {
     while (next != NULL && misfits < MISFITS_MAX && count < BATCH_MAX) {
         entry = next;
         next = entry->next;
-        const struct hr_agree_kind *kind = &entry->kind;
-        if (!may_share(first, kind) || (entry->is_call && calls_wait)) {
+        if (!may_share(first, entry) || (entry->is_call && calls_wait)) {
             calls_wait |= entry->is_call;
             continue;
         }
-        if (kind->bytes > most || bytes > most - kind->bytes) {
+        if (entry->bytes > most || bytes > most - entry->bytes) {
             calls_wait |= entry->is_call;
             misfits++;
             continue;
         }
-        bytes += kind->bytes;
+        bytes += entry->bytes;
         count++;
         hr_agree_move(agree, entry, HR_AGREE_CHOSEN);
     }
@@ -316,12 +310,8 @@ static int is_known_by_id(const struct hr_agree_entry *entry) {
 static int describe_chosen(const struct hr_agree *agree, struct hr_buffer *out) {
     for (const struct hr_agree_entry *entry = agree->lists[HR_AGREE_CHOSEN].first;
          agree->absent.is_known && entry != NULL; entry = entry->next) {
-        const struct hr_agree_copy *request = hr_agree_request(entry);
         if (entry != agree->absent.entry && !is_known_by_id(entry)) {
-            HR_TRY(hr_frame_put(
-                out, &(struct hr_wire_message){.type = HR_WIRE_REQUEST,
-                                               .rank = request->rank,
-                                               .request = {.bytes = request->bytes, .byte_count = request->count}}));
+            HR_TRY(put_request(out, entry, (struct hr_wire_rows){0}));
         }
     }
     return HORO_OK;
@@ -341,12 +331,12 @@ static int put_entry(struct hr_agree *agree, struct hr_agree_entry *entry, struc
         const struct hr_agree_copy *request = hr_agree_request(entry);
         const uint32_t hash = (uint32_t)hr_hash((const char *)request->bytes, request->count);
         uint32_t *seen = &agree->forms_seen[hash % HR_AGREE_FORMS_SEEN];
-        id = *seen == hash && agree->config.capacity > 0 && !entry->kind.transient ? hr_agree_pick_id(agree) : 0;
+        id = *seen == hash && agree->config.capacity > 0 && !entry->decoded.transient ? hr_agree_pick_id(agree) : 0;
         *seen = hash;
         HR_TRY(id != 0 ? hr_agree_sign(agree, entry, id) : HORO_OK);
         return hr_wire_put_ref(out, id, name_of(entry));
     }
-    if (agree->config.capacity > 0 && !entry->kind.transient) {
+    if (agree->config.capacity > 0 && !entry->decoded.transient) {
         id = entry->id != 0 ? entry->id : hr_agree_pick_id(agree);
     }
     if (id != 0) {
@@ -398,7 +388,7 @@ uint32_t hr_agree_lone(const struct hr_agree *agree) {
 void hr_agree_take_lone(struct hr_agree *agree) {
     struct hr_agree_entry *entry = agree->lists[last_state(agree)].first;
     if (agree->config.is_root) {
-        agree->ready_bytes -= entry->kind.bytes;
+        agree->ready_bytes -= entry->bytes;
         hr_agree_reset(agree, entry);
     } else {
         hr_agree_move(agree, entry, HR_AGREE_REPORTED);
@@ -406,12 +396,13 @@ void hr_agree_take_lone(struct hr_agree *agree) {
     }
 }
 
-static int apply_ref(struct hr_agree *agree, const struct hr_wire_ref *ref) {
+static int apply_ref(struct hr_agree *agree, const struct hr_wire_ref *ref, int fails) {
     struct hr_agree_entry *entry =
         ref->name.bytes == 0 ? hr_agree_find_id(agree, ref->id) : hr_agree_find(agree, ref->name);
     const int is_call = hr_wire_is_call(ref->name) || (entry != NULL && entry->state == HR_AGREE_SIGNED);
     entry = is_call ? hr_agree_call(agree, -1) : entry;
-    if (entry != NULL && entry->state == HR_AGREE_IDLE && ref->name.bytes == 0 && hr_agree_are_all_absent(agree)) {
+    if ((entry == NULL || entry->state == HR_AGREE_IDLE) && (fails || ref->name.bytes == 0) &&
+        hr_agree_are_all_absent(agree)) {
         return HORO_OK;
     }
     if (entry == NULL || entry->state != HR_AGREE_REPORTED) {
@@ -428,39 +419,22 @@ static int apply_ref(struct hr_agree *agree, const struct hr_wire_ref *ref) {
 }
 
 int hr_agree_apply(struct hr_agree *agree, const struct hr_wire_message *record) {
+    const uint8_t *cursor = record->items;
+    struct hr_wire_ref ref = {0};
     if (hr_agree_is_complete(agree)) {
         return HORO_ERR_INTERNAL; /* collect comes before apply: a complete entry must not lose its id unreported */
     }
-    if (record->type == HR_WIRE_FAIL) {
-        struct hr_agree_entry *entry =
-            hr_wire_is_call(record->name) ? hr_agree_call(agree, -1) : hr_agree_find(agree, record->name);
-        if ((entry == NULL || entry->state == HR_AGREE_IDLE) && hr_agree_are_all_absent(agree)) {
-            return HORO_OK;
-        }
-        if (entry == NULL || entry->state != HR_AGREE_REPORTED) {
-            return HORO_ERR_INTERNAL;
-        }
-        hr_agree_reset(agree, entry);
-        return HORO_OK;
+    switch (record->type) {
+    case HR_WIRE_FAIL: ref.name = record->name; return apply_ref(agree, &ref, 1);
+    case HR_WIRE_RESULT: ref.id = record->id; return apply_ref(agree, &ref, 0);
+    case HR_WIRE_REQUEST: return hr_agree_describe(agree, record);
+    case HR_WIRE_JOINED: return HORO_OK;
+    case HR_WIRE_BATCH: break;
+    default: return HORO_ERR_INTERNAL;
     }
-    if (record->type == HR_WIRE_REQUEST) {
-        return hr_agree_describe(agree, record);
-    }
-    if (record->type == HR_WIRE_JOINED) {
-        return HORO_OK;
-    }
-    if (record->type == HR_WIRE_RESULT) {
-        const struct hr_wire_ref ref = {.id = record->id};
-        return apply_ref(agree, &ref);
-    }
-    if (record->type != HR_WIRE_BATCH) {
-        return HORO_ERR_INTERNAL;
-    }
-    const uint8_t *cursor = record->items;
     for (uint32_t i = 0; i < record->count; i++) {
-        struct hr_wire_ref ref;
         hr_wire_next_ref(&cursor, &ref);
-        HR_TRY(apply_ref(agree, &ref));
+        HR_TRY(apply_ref(agree, &ref, 0));
     }
     return HORO_OK;
 }

@@ -39,7 +39,6 @@
 struct hr_agree_config {
     int is_root;
     int member_count;
-    int local_count;                      /* the first members are local ranks, the others child hosts */
     const int *rank_of_member;            /* [member_count] the rank itself, or the leader of the child host */
     const int *ranks_of_member;           /* [member_count] how many it speaks for */
     const int *member_of_rank;            /* [rank_count] who speaks here for a rank; -1: nobody */
@@ -85,7 +84,7 @@ struct hr_agree {
     struct hr_agree_absent absent;
     struct hr_map entries;            /* by name */
     struct hr_pool pool;              /* of the entries, and of what they keep from round to round */
-    struct hr_agree_entry **slots;    /* [capacity] by id % capacity */
+    struct hr_agree_entry **slots;    /* by id % capacity */
     struct hr_agree_list lists[HR_AGREE_STATES]; /* every entry is in that of its state, the one longest in it first */
     uint64_t ready_bytes;
     uint32_t active;                  /* entries that somebody waits for this round */

@@ -30,16 +30,8 @@ static void free_entry(struct hr_agree *agree, struct hr_agree_entry *entry) {
 int hr_agree_init(struct hr_agree *agree, const struct hr_agree_config *config) {
     *agree = (struct hr_agree){.config = *config};
     agree->calls = calloc((size_t)config->member_count, sizeof *agree->calls);
-    if (agree->calls == NULL) {
-        return HORO_ERR_RESOURCE;
-    }
-    if (config->capacity > 0) {
-        agree->slots = calloc(config->capacity, sizeof *agree->slots);
-        if (agree->slots == NULL) {
-            return HORO_ERR_RESOURCE;
-        }
-    }
-    return HORO_OK;
+    agree->slots = calloc((size_t)config->capacity + 1, sizeof *agree->slots);
+    return agree->calls == NULL || agree->slots == NULL ? HORO_ERR_RESOURCE : HORO_OK;
 }
 
 void hr_agree_fini(struct hr_agree *agree) {
@@ -54,10 +46,6 @@ void hr_agree_fini(struct hr_agree *agree) {
     free(agree->calls);
     free((void *)agree->slots);
     *agree = (struct hr_agree){0};
-}
-
-struct hr_agree_entry *hr_agree_find(const struct hr_agree *agree, struct hr_wire_text name) {
-    return hr_map_find(&agree->entries, hr_hash(name.data, name.bytes), name.data, name.bytes);
 }
 
 struct hr_agree_entry *hr_agree_find_id(const struct hr_agree *agree, uint32_t id) {
@@ -95,10 +83,13 @@ static struct hr_agree_entry *find_kind(const struct hr_agree *agree, struct hr_
     return hr_map_find(&agree->entries, hr_hash(name.data, name.bytes) + kind, name.data, name.bytes);
 }
 
+struct hr_agree_entry *hr_agree_find(const struct hr_agree *agree, struct hr_wire_text name) {
+    return find_kind(agree, name, NAMED);
+}
+
 static struct hr_agree_entry *create(struct hr_agree *agree, struct hr_wire_text name, enum kind kind) {
-    struct hr_agree_entry *entry;
     const size_t words = hr_agree_words(agree);
-    entry = hr_pool_take(&agree->pool, entry_bytes(agree, name.bytes));
+    struct hr_agree_entry *entry = hr_pool_take(&agree->pool, entry_bytes(agree, name.bytes));
     if (entry == NULL) {
         return NULL;
     }
@@ -138,15 +129,13 @@ struct hr_agree_entry *hr_agree_call(struct hr_agree *agree, int member) {
 
 enum hr_agree_state hr_agree_look_up(const struct hr_agree *agree, struct hr_wire_text name,
                                      const uint64_t **announced) {
-    for (int state = HR_AGREE_WAITING; state <= HR_AGREE_CHOSEN; state++) {
-        for (const struct hr_agree_entry *entry = agree->lists[state].first; entry != NULL; entry = entry->next) {
-            if (entry->name_bytes == name.bytes && memcmp(entry->name, name.data, name.bytes) == 0) {
-                *announced = entry->announced;
-                return entry->state;
-            }
-        }
+    const struct hr_agree_entry *entry = hr_agree_find(agree, name);
+    entry = entry == NULL || entry->state == HR_AGREE_IDLE ? find_kind(agree, name, CALL) : entry;
+    if (entry == NULL) {
+        return HR_AGREE_IDLE;
     }
-    return HR_AGREE_IDLE;
+    *announced = entry->announced;
+    return entry->state;
 }
 
 void hr_agree_skip_call(struct hr_agree *agree) {
@@ -193,9 +182,7 @@ void hr_agree_reset(struct hr_agree *agree, struct hr_agree_entry *entry) {
     entry->is_awaited = 0;
     entry->announced_count = 0;
     hr_buffer_consume(&entry->rows, hr_buffer_size(&entry->rows));
-    memset(entry->announced, 0, hr_agree_words(agree) * sizeof *entry->announced);
-    memset(entry->by_id, 0, hr_agree_words(agree) * sizeof *entry->by_id);
-    memset(entry->stood_in, 0, hr_agree_words(agree) * sizeof *entry->stood_in);
+    memset(entry->announced, 0, 3 * hr_agree_words(agree) * sizeof *entry->announced); /* all its sets of members */
     if (entry == agree->absent.entry) {
         agree->absent = (struct hr_agree_absent){0};
         uint64_t most = agree->calls_over; /* a rank that has joined has missed some */

@@ -35,21 +35,16 @@ static void refuse(const struct hr_agree *agree, const struct hr_agree_entry *en
     struct hr_wire_request request = {0};
     const struct hr_agree_copy *copy = hr_agree_request(entry);
     (void)hr_wire_decode_request(copy->bytes, copy->count, &request); /* it was decoded when it came */
-    text[0] = '\0';
     const char *op = hr_op_name(request.op);
+    const char *why = "";
+    text[0] = '\0';
     if (entry->is_call) {
-        (void)snprintf(text, text_bytes, "%s '%s': rank %d has joined, and ordered calls need all ranks", op,
-                       entry->name, rank);
+        why = ", and ordered calls need all ranks";
     } else if (request.op == HORO_REDUCESCATTER) {
-        (void)snprintf(text, text_bytes,
-                       "%s '%s': rank %d has joined, and the rows that fall to it would be lost; use an allreduce, or "
-                       "let all ranks take part before they join",
-                       op, entry->name, rank);
+        why = ", and the rows that fall to it would be lost; use an allreduce, or let all ranks take part before they "
+              "join";
     } else if (hr_op_is(request.op, HR_OP_EXCHANGE) || request.op == HORO_REDUCE) {
-        (void)snprintf(text, text_bytes,
-                       "%s '%s': rank %d has joined and can neither send nor receive anything; let all ranks take part "
-                       "before they join",
-                       op, entry->name, rank);
+        why = " and can neither send nor receive anything; let all ranks take part before they join";
     } else if (hr_op_is(request.op, HR_OP_OF_TEAMS)) {
         (void)snprintf(text, text_bytes, "%s: rank %d has joined, and all ranks must call it; call it before or after",
                        op, rank);
@@ -68,6 +63,9 @@ static void refuse(const struct hr_agree *agree, const struct hr_agree_entry *en
                            "broadcast when all have",
                            op, entry->name, root);
         }
+    }
+    if (why[0] != '\0') {
+        (void)snprintf(text, text_bytes, "%s '%s': rank %d has joined%s", op, entry->name, rank, why);
     }
 }
 

@@ -22,18 +22,6 @@ struct hr_agree_rows {
 
 enum { HR_AGREE_NO_DTYPE = -1, HR_AGREE_MIXED_DTYPES = -2 };
 
-/* The traits that decide whether two ready tensors may share a batch. A group of several dtypes runs alone. */
-struct hr_agree_kind {
-    int op;
-    int reduce_op;
-    int root_rank;
-    int dtypes; /* dtype and wire dtype of all tensors in one number */
-    int transient;
-    int on_gpu;
-    double prescale, postscale;
-    uint64_t bytes;
-};
-
 /* One allocation, but for copies, texts and rows. */
 struct hr_agree_entry {
     struct hr_agree_entry *previous, *next; /* in the list of its state */
@@ -58,7 +46,10 @@ struct hr_agree_entry {
     int64_t first_ns;                /* first announcement of this round */
     int is_awaited;                  /* a member that has announced it this round has not refused it */
     uint64_t last_round;             /* agree->rounds when its last one ended */
-    struct hr_agree_kind kind; /* set when it becomes READY */
+    /* set when it becomes READY: they decide with what it may share a batch */
+    struct hr_wire_request decoded; /* op -1: a call that fails in its turn */
+    int dtypes; /* dtype and wire dtype of all tensors in one number; a group of several runs alone */
+    uint64_t bytes;
 };
 
 /* Words of a set of members. */

@@ -80,7 +80,8 @@ void hr_drive_remove(struct hr_drive *drive, const struct hr_part *part) {
     drive->gone_moves += moves_of(part);
 }
 
-int hr_drive_needs(const struct hr_drive *drive) {
+/* Whether somebody must drive, by the driver or with the lock held while nobody drives. */
+static int is_needed(const struct hr_drive *drive) {
     int needs = atomic_load(&drive->pending) > 0;
     for (const struct hr_part *part = drive->parts; part != NULL && !needs; part = part->next) {
         needs = part->ops->needs != NULL && part->ops->needs(part);
@@ -213,7 +214,7 @@ static int may_return(const struct hr_drive *drive, const _Atomic int *word, int
         return atomic_load(&arena->blocks[arena->local_rank].state) == HR_MEMBER_LEFT &&
                atomic_load(&drive->pending) == 0;
     }
-    return !atomic_load(&drive->serves_hosts) && !hr_drive_needs(drive);
+    return !atomic_load(&drive->serves_hosts) && !is_needed(drive);
 }
 
 /*
@@ -224,7 +225,7 @@ static int may_yield(const struct hr_drive *drive) {
     if (drive->stage != HR_STAGE_RUNNING || !atomic_load(&drive->serves_hosts) || atomic_load(&drive->stop)) {
         return 0;
     }
-    return atomic_load(&drive->wanted) ? !drive->parts->ops->needs(drive->parts) : !hr_drive_needs(drive);
+    return atomic_load(&drive->wanted) ? !drive->parts->ops->needs(drive->parts) : !is_needed(drive);
 }
 
 /*
@@ -321,7 +322,7 @@ void hr_drive_until(struct hr_drive *drive, const _Atomic int *word, int value, 
     set_free(drive);
     const int serves_hosts = atomic_load(&drive->serves_hosts);
     drive->since_ns = serves_hosts ? hr_now_ns() : 0;
-    if ((serves_hosts && !drive->looks_soon) || atomic_load(&drive->stop) || hr_drive_needs(drive)) {
+    if ((serves_hosts && !drive->looks_soon) || atomic_load(&drive->stop) || is_needed(drive)) {
         hr_drive_kick(drive);
     }
 }
@@ -359,7 +360,7 @@ static void run(struct hr_drive *drive) {
         return; /* it is left to that caller for a while */
     }
     drive->owner = watches ? HR_TOKEN_WATCH : HR_TOKEN_FREE;
-    drive->is_kicked |= !watches && hr_drive_needs(drive); /* since its last look */
+    drive->is_kicked |= !watches && is_needed(drive); /* since its last look */
 }
 
 /* On calls alone, of which there were so many before the last look. */
@@ -387,7 +388,7 @@ static int may_drive(struct hr_drive *drive) {
         is_called = part->ops->is_called && part->ops->needs(part);
     }
     const int serves_hosts = atomic_load(&drive->serves_hosts);
-    return (was_kicked && hr_drive_needs(drive)) || is_called ||
+    return (was_kicked && is_needed(drive)) || is_called ||
            (serves_hosts && hr_now_ns() - drive->since_ns >= STREAM_NS);
 }
 

@@ -143,8 +143,6 @@ void hr_drive_wait(struct hr_drive *drive, int64_t deadline_ns);
 /* The part is turned from now on, or no longer. The driver, with the lock held; or nobody drives yet. */
 void hr_drive_add(struct hr_drive *drive, struct hr_part *part, const struct hr_part_ops *ops, void *owner);
 void hr_drive_remove(struct hr_drive *drive, const struct hr_part *part);
-/* Whether somebody must drive, by the driver or with the lock held while nobody drives. */
-int hr_drive_needs(const struct hr_drive *drive);
 /* A number that changes whenever something has moved here, in any part. The driver. */
 uint64_t hr_drive_moves(const struct hr_drive *drive);
 

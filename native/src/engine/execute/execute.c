@@ -186,7 +186,7 @@ static int run_batch(struct hr_lane *lane, struct hr_wire_rows rows) {
     struct hr_request *first = batch->requests[0];
     if (hr_op_is(first->call.op, HR_OP_OF_TEAMS) || hr_op_is(first->call.op, HR_OP_LAST)) {
         const uint8_t *cursor = rows.data;
-        executor->row = rows.count == 1 ? hr_wire_next_row(&cursor) : -1;
+        first->answer = rows.count == 1 ? (int)hr_wire_next_row(&cursor) : -1;
         executor->state = HR_EXECUTION_CHANGING;
         return batch->request_count == 1 ? HORO_OK : HORO_ERR_INTERNAL;
     }
@@ -413,7 +413,7 @@ static int execute_next(struct hr_lane *lane) {
 static int change(struct hr_lane *lane) {
     struct hr_executor *executor = &lane->executor;
     struct hr_error error = {0};
-    const int moved = executor->ops->change(lane, executor->batch.requests[0], executor->row, &error);
+    const int moved = executor->ops->change(lane, executor->batch.requests[0], &error);
     if (moved != HR_DONE) {
         return moved;
     }

@@ -20,10 +20,10 @@ typedef int hr_record_handler(void *owner, const struct hr_wire_message *record)
 struct hr_executor_ops {
     hr_record_handler *handlers[HR_WIRE_TYPES]; /* NULL: no correct log has such a record, unless it is done here */
     /*
-     * Does what a request is about that changes who takes part, as hr_task.progress; `row` is that of its record, -1:
-     * it has none. HR_DONE: the status of the request is error->code, with its sentence.
+     * Does what a request is about that changes who takes part, as hr_task.progress; the request has the row of its
+     * record as its answer, -1: none. HR_DONE: its status is error->code, with its sentence.
      */
-    int (*change)(void *owner, struct hr_request *request, int64_t row, struct hr_error *error);
+    int (*change)(void *owner, struct hr_request *request, struct hr_error *error);
     /*
      * A record is about what this rank has not submitted: the request that stands in, by its name, or made from its
      * canonical bytes; NULL where a name needs none. HORO_ERR_INTERNAL: all must submit, and so must this rank.
@@ -53,7 +53,6 @@ struct hr_executor {
     const struct hr_executor_ops *ops;
     enum hr_execution state;
     int64_t confirm_ns;
-    int64_t row;             /* CHANGING: see change */
     uint64_t log_position;   /* bytes of the log taken out of the ring */
     struct hr_buffer log_in; /* taken out, not begun */
     uint64_t log_executed;   /* bytes of the log executed */

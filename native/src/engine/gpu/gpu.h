@@ -23,9 +23,9 @@ void hr_engine_end_cuda(struct hr_engine *engine);
 
 /*
  * Before submission of one with tensors on a GPU, whose team's ranks NCCL has connected: it is NCCL's, behind a mark.
- * Where NCCL cannot do it, nothing is done. HORO_OK or a status. Without the lock.
+ * Where NCCL cannot do it, nothing is done. HORO_OK, or a status with its reason. Without the lock.
  */
-int hr_gpu_place(struct hr_engine *engine, struct hr_request *request, struct hr_error *error);
+int hr_gpu_place(struct hr_engine *engine, struct hr_request *request, struct hr_error *reason);
 /* As horo_use_nccl, horo_nccl_id, horo_connect_nccl and horo_await_nccl. */
 int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_t path_count, int device,
                        horo_gpu *found, struct hr_error *error);

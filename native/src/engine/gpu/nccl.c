@@ -37,25 +37,21 @@ static void drop_mark(void *mark) {
     hr_mark_drop(mark);
 }
 
-int hr_gpu_place(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
+int hr_gpu_place(struct hr_engine *engine, struct hr_request *request, struct hr_error *reason) {
     const horo_request *call = &request->call;
     const struct hr_on_gpu *gpu = atomic_load(&engine->on_gpu);
-    struct hr_error reason = {0};
     if (!hr_nccl_can(call)) {
         return HORO_OK;
     }
     if (call->device - 1 != gpu->device->number) {
-        return hr_fail(error, HORO_ERR_USAGE,
-                       "%s '%s': its tensors are on cuda:%d, and NCCL was set up for cuda:%d: move them there, or "
-                       "choose the GPU by init(device=\"cuda:%d\")",
-                       hr_op_name(call->op), call->name, call->device - 1, gpu->device->number, call->device - 1);
+        return hr_fail(reason, HORO_ERR_USAGE,
+                       "its tensors are on cuda:%d, and NCCL was set up for cuda:%d: move them there, or choose the "
+                       "GPU by init(device=\"cuda:%d\")",
+                       call->device - 1, gpu->device->number, call->device - 1);
     }
     static const struct hr_hooks hooks = {.freed = drop_mark};
     struct hr_mark *mark = NULL;
-    const int status = hr_mark_create(gpu->device, (void *)(uintptr_t)call->stream, &mark, &reason);
-    if (status != HORO_OK) {
-        return hr_fail(error, status, "%s '%s': %s", hr_op_name(call->op), call->name, reason.text);
-    }
+    HR_TRY(hr_mark_create(gpu->device, (void *)(uintptr_t)call->stream, &mark, reason));
     request->cargo = (struct hr_cargo){&hooks, engine, mark};
     hr_request_set_on_gpu(request);
     return HORO_OK;

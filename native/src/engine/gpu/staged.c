@@ -106,39 +106,33 @@ static struct hr_staging *staging_of(const struct hr_request *request) {
     return request->cargo.hooks == &staged_hooks ? request->cargo.data : NULL;
 }
 
-/* Begins to copy the values to the host, where the request has them then. */
-static int stage(struct hr_engine *engine, struct hr_request *request, struct hr_error *error) {
+/* Begins to copy the values to the host, where the request has them then. HORO_OK, or a status with its reason. */
+static int stage(struct hr_engine *engine, struct hr_request *request, struct hr_error *reason) {
     const horo_request *call = &request->call;
     struct hr_stager *stager = atomic_load(&engine->stager);
     if (call->op == HORO_BARRIER) {
-        return hr_fail(error, HORO_ERR_USAGE, "barrier '%s' has no tensor, so no device", call->name);
+        return hr_fail(reason, HORO_ERR_USAGE, "it has no tensor, so no device");
     }
     if ((call->flags & HORO_SUBMIT_INTO) != 0) {
-        return hr_fail(error, HORO_ERR_UNSUPPORTED,
-                       "%s '%s': results cannot go into outputs on a GPU; take them from the host",
-                       hr_op_name(call->op), call->name);
+        return hr_fail(reason, HORO_ERR_UNSUPPORTED,
+                       "results cannot go into outputs on a GPU; take them from the host");
     }
     if (hr_op_is(call->op, HR_OP_ROOTED) && call->op != HORO_BROADCAST) {
-        return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': not offered for tensors on a GPU; copy them to the host",
-                       hr_op_name(call->op), call->name);
+        return hr_fail(reason, HORO_ERR_UNSUPPORTED, "not offered for tensors on a GPU; copy them to the host");
     }
     if (stager == NULL) {
-        return hr_fail(error, HORO_ERR_USAGE, "%s '%s': a tensor on a GPU, and horo_use_cuda has not been called",
-                       hr_op_name(call->op), call->name);
+        return hr_fail(reason, HORO_ERR_USAGE, "a tensor on a GPU, and horo_use_cuda has not been called");
     }
     struct hr_staged_tensor *staged = calloc((size_t)call->tensor_count, sizeof *staged);
     if (staged == NULL) {
-        return hr_fail(error, HORO_ERR_RESOURCE, "%s '%s': out of memory", hr_op_name(call->op), call->name);
+        return hr_fail(reason, HORO_ERR_RESOURCE, "out of memory");
     }
     describe(engine, request, staged);
-    struct hr_error reason = {0};
     struct hr_staging *staging = NULL;
     const int status = hr_staging_create(stager, call->device - 1, (void *)(uintptr_t)call->stream, staged,
-                                         (size_t)call->tensor_count, &staging, &reason);
+                                         (size_t)call->tensor_count, &staging, reason);
     free(staged);
-    if (status != HORO_OK) {
-        return hr_fail(error, status, "%s '%s': %s", hr_op_name(call->op), call->name, reason.text);
-    }
+    HR_TRY(status);
     request->cargo = (struct hr_cargo){&staged_hooks, engine, staging};
     request->state = HR_REQUEST_STAGING;
     horo_tensor *tensors = (horo_tensor *)(void *)(request + 1); /* those of its call, see submit.c */
@@ -158,11 +152,12 @@ hr_status hr_gpu_submit(struct hr_engine *engine, const horo_request *call, int6
     hr_status status = hr_requests_check(&engine->requests, request, error);
     const int stays = status == HORO_OK && atomic_load(&request->port->lane->on_gpu) != NULL;
     hr_drive_unlock(&engine->drive);
-    if (stays) {
-        status = hr_gpu_place(engine, request, error);
-    }
-    if (status == HORO_OK && request->cargo.data == NULL) {
-        status = stage(engine, request, error);
+    if (status == HORO_OK) {
+        status = stays ? hr_gpu_place(engine, request, &failure) : HORO_OK;
+        status = status == HORO_OK && request->cargo.data == NULL ? stage(engine, request, &failure) : status;
+        if (status != HORO_OK) {
+            (void)hr_fail(error, status, "%s '%s': %s", hr_op_name(call->op), request->call.name, failure.text);
+        }
     }
     if (status != HORO_OK) {
         hr_request_destroy(request);
@@ -182,13 +177,6 @@ hr_status hr_gpu_submit(struct hr_engine *engine, const horo_request *call, int6
     return HORO_OK;
 }
 
-/* The parts that a call needs of a request that another thread may release meanwhile. */
-struct returning {
-    struct hr_mark *mark;       /* by NCCL: kept; else NULL */
-    struct hr_staging *staging; /* kept; else NULL */
-    size_t *bytes;              /* of each result; NULL: the results are on their way already */
-};
-
 /* The bytes of each result, of a request that is done. */
 static void measure(const struct hr_request *request, size_t *bytes) {
     for (int i = 0; i < request->call.tensor_count; i++) {
@@ -204,57 +192,38 @@ static void measure(const struct hr_request *request, size_t *bytes) {
     }
 }
 
-/* With the lock held. */
-static int begin_return(struct hr_request *request, int64_t handle, struct returning *returning,
-                        struct hr_error *error) {
-    if (request == NULL || request->call.device == 0) { /* until it is done, the driver may change the rest of it */
-        return hr_fail(error, HORO_ERR_USAGE, "handle %lld has no tensors on a GPU", (long long)handle);
-    }
-    if (atomic_load(&request->status) != HORO_OK) {
-        return hr_fail(error, HORO_ERR_USAGE, "'%s' has no results for the GPU: it is not done, or has failed",
-                       request->call.name);
-    }
-    if ((request->call.flags & HORO_SUBMIT_ON_GPU) != 0) {
-        returning->mark = request->cargo.data;
-        hr_mark_keep(returning->mark);
-        return HORO_OK;
-    }
+/* Begins to copy results back, or has what follows in the stream wait for the copy that has been begun. */
+static int return_staged(struct hr_request *request, void *stream, struct hr_error *error) {
     struct hr_staging *staging = staging_of(request);
-    if (!request->is_returned) {
-        returning->bytes = calloc(staging->count, sizeof *returning->bytes);
-        if (returning->bytes == NULL) {
-            return hr_fail(error, HORO_ERR_RESOURCE, "'%s': out of memory", request->call.name);
-        }
-        measure(request, returning->bytes);
-        request->is_returned = 1;
+    size_t *bytes = request->is_returned ? NULL : calloc(staging->count, sizeof *bytes);
+    if (bytes != NULL) {
+        measure(request, bytes);
+    } else if (!request->is_returned) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "'%s': out of memory", request->call.name);
     }
-    hr_staging_keep(staging);
-    returning->staging = staging;
-    return HORO_OK;
+    const int status = hr_staging_copy_back(staging, bytes, stream, error);
+    request->is_returned |= status == HORO_OK; /* else another call may begin that */
+    free(bytes);
+    return status;
 }
 
 int hr_engine_copy_back(struct hr_engine *engine, int64_t handle, uint64_t stream, struct hr_error *error) {
     void *to = (void *)(uintptr_t)stream;
-    struct returning returning = {0};
+    int status;
     (void)pthread_mutex_lock(&engine->staging_lock); /* nobody follows copies before they have been begun */
-    hr_drive_lock(&engine->drive);
-    int status = begin_return(hr_requests_find(&engine->requests, handle), handle, &returning, error);
-    hr_drive_unlock(&engine->drive);
-    if (returning.mark != NULL) {
-        status = hr_mark_await(returning.mark, to, error);
-        hr_mark_drop(returning.mark);
-    } else if (returning.staging != NULL) {
-        status = hr_staging_copy_back(returning.staging, returning.bytes, to, error);
-        if (status != HORO_OK && returning.bytes != NULL) { /* another call may begin that */
-            hr_drive_lock(&engine->drive);
-            struct hr_request *request = hr_requests_find(&engine->requests, handle);
-            if (request != NULL) {
-                request->is_returned = 0;
-            }
-            hr_drive_unlock(&engine->drive);
-        }
-        free(returning.bytes);
-        hr_staging_drop(returning.staging);
+    struct hr_request *request = hr_requests_hold(&engine->requests, handle);
+    if (request == NULL || request->call.device == 0) { /* until it is done, the driver may change the rest of it */
+        status = hr_fail(error, HORO_ERR_USAGE, "handle %lld has no tensors on a GPU", (long long)handle);
+    } else if (atomic_load(&request->status) != HORO_OK) {
+        status = hr_fail(error, HORO_ERR_USAGE, "'%s' has no results for the GPU: it is not done, or has failed",
+                         request->call.name);
+    } else if ((request->call.flags & HORO_SUBMIT_ON_GPU) != 0) {
+        status = hr_mark_await(request->cargo.data, to, error);
+    } else {
+        status = return_staged(request, to, error);
+    }
+    if (request != NULL) {
+        hr_requests_let_go(&engine->requests, request);
     }
     (void)pthread_mutex_unlock(&engine->staging_lock);
     return status;

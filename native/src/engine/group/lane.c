@@ -99,10 +99,8 @@ int hr_lane_open(struct hr_lane *lane, int32_t id, const uint64_t *values, struc
     team->id = id;
     team->number = hr_team_number(id);
     HR_TRY(hr_partition_map(&node->arena, team->number, &team->partition, error));
-    if (team->transport != NULL) {
-        if (hr_node_add_transport(node, team->transport, team->host_count) != HORO_OK) {
-            return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for links to %d hosts", team->host_count);
-        }
+    if (team->transport != NULL && hr_node_add_transport(node, team->transport, team->host_count) != HORO_OK) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for links to %d hosts", team->host_count);
     }
     hr_partition_enter(&node->arena, team->number);
     if (values != NULL && hr_lane_tune(lane, values) != HORO_OK) {

@@ -10,7 +10,7 @@
 #include <string.h>
 
 #include "arena/arena.h"
-#include "engine/lead/private.h"
+#include "engine/lead/leader.h"
 #include "node/team.h"
 #include "wire/frame.h"
 

@@ -3,7 +3,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine/lead/private.h"
 #include "wire/frame.h"
 
 /* higher: more hits where names are many times the capacity; lower: new names are cached sooner */
@@ -28,14 +27,13 @@ static int init_agreement(struct hr_leader *leader, uint64_t fusion_bytes) {
     const struct hr_team *team = leader->team;
     const int children = leader->link_count - leader->has_parent;
     const int members = team->local_size + children;
-    leader->member_ranks = calloc((size_t)members, sizeof *leader->member_ranks);
-    leader->ranks_of_member = calloc((size_t)members, sizeof *leader->ranks_of_member);
     leader->request_in = calloc((size_t)team->local_size, sizeof *leader->request_in);
-    leader->member_of_rank = malloc((size_t)node->size * sizeof *leader->member_of_rank);
-    if (leader->member_ranks == NULL || leader->ranks_of_member == NULL || leader->request_in == NULL ||
-        leader->member_of_rank == NULL) {
+    leader->member_ranks = calloc(2 * (size_t)members + (size_t)node->size, sizeof *leader->member_ranks);
+    if (leader->request_in == NULL || leader->member_ranks == NULL) {
         return HORO_ERR_RESOURCE;
     }
+    leader->ranks_of_member = leader->member_ranks + members;
+    leader->member_of_rank = leader->ranks_of_member + members;
     for (int rank = 0; rank < node->size; rank++) {
         leader->member_of_rank[rank] = -1;
     }
@@ -45,7 +43,7 @@ static int init_agreement(struct hr_leader *leader, uint64_t fusion_bytes) {
             leader->ranks_of_member[i] = 1;
             leader->member_of_rank[leader->member_ranks[i]] = i;
         } else {
-            const struct hr_link *link = &leader->links[leader->has_parent + i - team->local_size];
+            const struct hr_link *link = hr_leader_link_of(leader, i);
             leader->member_ranks[i] = link->leader_rank;
             leader->ranks_of_member[i] = ranks_below(leader, link->host, i);
         }
@@ -54,7 +52,6 @@ static int init_agreement(struct hr_leader *leader, uint64_t fusion_bytes) {
     const struct hr_agree_config config = {
         .is_root = leader->is_root,
         .member_count = members,
-        .local_count = team->local_size,
         .rank_of_member = leader->member_ranks,
         .ranks_of_member = leader->ranks_of_member,
         .member_of_rank = leader->member_of_rank,
@@ -95,8 +92,6 @@ void hr_leader_fini(struct hr_leader *leader) {
     }
     free(leader->request_in);
     free(leader->member_ranks);
-    free(leader->ranks_of_member);
-    free(leader->member_of_rank);
     hr_buffer_fini(&leader->log_out);
     hr_buffer_fini(&leader->at_once);
     hr_buffer_fini(&leader->tuning);

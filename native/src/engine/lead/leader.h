@@ -11,7 +11,6 @@
 #include "engine/agree/agree.h"
 #include "engine/announce/announcer.h"
 #include "engine/drive/drive.h"
-#include "engine/pairs/mail.h"
 #include "engine/round/round.h"
 
 /* Sanitizers and the stress program take every turn that would be spared, and end the process if one moves. */
@@ -50,7 +49,7 @@ struct hr_leader {
     void *owner;
     int is_root;
     struct hr_agree agree;
-    int *member_ranks;
+    int *member_ranks;            /* [members] with the next two behind it */
     int *ranks_of_member;         /* [members] that each speaks for */
     int *member_of_rank;          /* [ranks of the job] see struct hr_agree_config */
     struct hr_buffer *request_in; /* [local_size] frames from local ranks */
@@ -109,16 +108,16 @@ static inline struct hr_buffer *hr_leader_up(struct hr_leader *leader) {
     leader->has_news = 1;
     return leader->is_root ? &leader->at_once : &leader->links[0].out;
 }
+/* The link of a member; -1 is the parent; NULL: it is of this host. */
+static inline struct hr_link *hr_leader_link_of(const struct hr_leader *leader, int member) {
+    const int is_local = member >= 0 && member < leader->team->local_size;
+    const int index = member < 0 ? 0 : leader->has_parent + member - leader->team->local_size;
+    return is_local ? NULL : &leader->links[index];
+}
 /* Moves what the links have, as of now_ns. HR_STILL, HR_MOVED or a status. */
 int hr_leader_progress_links(struct hr_leader *leader, int64_t now_ns);
 /* Whether something for another leader has not been handed to the system yet. */
 int hr_leader_sends_left(const struct hr_leader *leader);
-
-/* The way to ranks of other hosts. */
-struct hr_mail_carrier hr_leader_carrier(struct hr_leader *leader);
-/* A message that a link has brought on such a way. HORO_OK, or HORO_ERR_INTERNAL: no correct leader sends it here. */
-hr_status hr_leader_take_mail(const struct hr_leader *leader, int member, const struct hr_wire_message *wire,
-                              struct hr_mail_message *message);
 
 /* ---- The end ---- */
 
@@ -126,5 +125,23 @@ hr_status hr_leader_take_mail(const struct hr_leader *leader, int member, const 
 int hr_leader_is_done(const struct hr_leader *world);
 /* ENDING: tells the neighbours of the end and sends what there is. 1: all is sent or cannot be; 0; a status. */
 int hr_leader_flush_links(struct hr_leader *leader);
+
+/* ---- Of control.c, for leader.c ---- */
+
+hr_status hr_leader_open_links(struct hr_leader *leader, struct hr_error *error);
+void hr_leader_close_links(struct hr_leader *leader);
+/* Takes in what a member announces. */
+int hr_leader_announce(struct hr_leader *leader, int member, const struct hr_wire_message *message, int64_t now_ns);
+/*
+ * Takes the tensor out of the agreement whose data all members have carried, if all that is complete (the root: ready)
+ * is that one, and appends a DATA or, at the root, a RESULT message. HORO_OK or a status.
+ */
+int hr_leader_put_carried(struct hr_leader *leader, struct hr_buffer *out, int *is_put);
+/* Agrees on, or reports, what all members have announced. HR_STILL, HR_MOVED or a status. */
+int hr_leader_report(struct hr_leader *leader);
+/* Records (framed) at the end of log_out from `mark` on also go to the child hosts. */
+int hr_leader_hand_down(struct hr_leader *leader, size_t mark);
+/* The next record for the log is LEAVE. */
+void hr_leader_close_log(struct hr_leader *leader);
 
 #endif

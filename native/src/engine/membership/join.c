@@ -1,11 +1,8 @@
 /*
- * Joining: what a rank does that has nothing more to submit to a team. The agreement counts it in for the others
- * (agree/join.c), and it takes part in what they do by stand-ins: requests of its own, made of the bytes that they have
- * agreed on, with values that change no result. These are zeros, and for min, max and product what leaves the others'
- * values as they are. An average is over all ranks. An allgather has no rows of it; of a broadcast it drops what comes.
- * What no rank can do for another fails on all that have submitted it, with HORO_ERR_MISMATCH: a broadcast from a rank
- * that has joined, reducescatter, alltoall, changes of teams, and min, max and product with a prescale. What a rank has
- * submitted before it joined goes on.
+ * Joining (docs/adr/0037-a-joined-rank-stands-in.md): what a rank does that has nothing more to submit to a team. The
+ * agreement counts it in for the others, or refuses what no rank can do for another (agree/join.c). It takes part by
+ * stand-ins: requests of its own, made of the bytes that they have agreed on, with values that change no result, which
+ * is dropped here. What a rank has submitted before it joined goes on.
  *
  *     the rank          JOINED to its leader, and so to the root, which from then on writes down in full what has no
  *                       id, and evicts no id
@@ -153,7 +150,7 @@ int hr_join_execute(void *owner, const struct hr_wire_message *record) {
 int hr_join_handle(void *owner, int member, const struct hr_wire_message *message, int64_t now_ns) {
     struct hr_lane *lane = owner;
     struct hr_leader *leader = &lane->leader;
-    const int below = leader->team->local_size - leader->has_parent; /* the member of a link, less its index */
+    struct hr_link *link = hr_leader_link_of(leader, member);
     uint64_t at = message->at; /* a time of this host's: when the rank called, or when the message of another came */
     if (member == 0 && leader->link_count > 0) {
         /* a leader that joins after others has heard of those: it reads what its links have for it first */
@@ -161,8 +158,7 @@ int hr_join_handle(void *owner, int member, const struct hr_wire_message *messag
         const int heard = hr_leader_progress_links(leader, (int64_t)message->at - 1);
         HR_TRY(heard);
     }
-    if (member >= leader->team->local_size) {
-        struct hr_link *link = &leader->links[member - below];
+    if (link != NULL) {
         const int is_later = message->at > link->told_at;
         link->told_at = is_later ? message->at : link->told_at;
         at = is_later ? (uint64_t)now_ns : 0;
@@ -263,12 +259,12 @@ static int draft(const struct hr_lane *lane, const struct hr_wire_request *reque
 }
 
 /* In place. Of an allgather there is nothing: the extents agreed on are those of no rows. */
-static int allocate_values(const horo_request *call, horo_tensor *tensors, uint8_t **data) {
+static int give_values(struct hr_request *made) {
+    const horo_request *call = &made->call;
+    horo_tensor *tensors = (horo_tensor *)(void *)(made + 1); /* those of its call */
     size_t total = 1;
     for (int32_t i = 0; i < call->tensor_count; i++) {
-        const size_t bytes = hr_tensor_bytes(&tensors[i]);
-        tensors[i].output_bytes = (int64_t)bytes;
-        if (__builtin_add_overflow(total, hr_round_up(bytes, ALIGNMENT), &total)) {
+        if (__builtin_add_overflow(total, hr_round_up(hr_tensor_bytes(&tensors[i]), ALIGNMENT), &total)) {
             return HORO_ERR_RESOURCE;
         }
     }
@@ -276,9 +272,9 @@ static int allocate_values(const horo_request *call, horo_tensor *tensors, uint8
     if (at == NULL) {
         return HORO_ERR_RESOURCE;
     }
-    *data = at;
+    made->cargo.data = at;
     for (int32_t i = 0; i < call->tensor_count; i++) {
-        const size_t bytes = (size_t)tensors[i].output_bytes;
+        const size_t bytes = hr_tensor_bytes(&tensors[i]);
         const int reduces = hr_op_is(call->op, HR_OP_REDUCTION);
         const uint64_t bits = reduces ? neutral_element(tensors[i].dtype, call->reduce_op) : 0;
         if (bits != 0) {
@@ -298,36 +294,13 @@ static void end_stand_in(void *owner, struct hr_request *request, int status) {
     hr_request_destroy(request);
 }
 
-/* The request, whose values are `data`. */
-static int create(struct hr_lane *lane, const horo_request *call, void *data, struct hr_request **request) {
-    static const struct hr_hooks hooks = {.ended = end_stand_in, .freed = free};
-    struct hr_error error = {0};
-    const struct hr_cargo cargo = {&hooks, lane, data};
-    struct hr_request *made = NULL;
-    int status = hr_request_create(call, &made, &error);
-    if (status != HORO_OK) {
-        hr_cargo_drop(&cargo);
-        return status;
-    }
-    made->port = &lane->port;
-    made->team_size = lane->team->size;
-    made->state = HR_REQUEST_STANDS_IN;
-    made->cargo = cargo;
-    status = hr_map_insert(&lane->absence->stand_ins, made->name_hash, made->call.name, made->name_bytes, made);
-    if (status != HORO_OK) {
-        hr_request_destroy(made);
-        return status;
-    }
-    *request = made;
-    return HORO_OK;
-}
-
 /*
  * Makes one from the canonical bytes of theirs, for the record that comes next. HORO_OK, HORO_ERR_RESOURCE, or
  * HORO_ERR_INTERNAL where this rank has not joined, or nobody can stand in: the others have refused that.
  */
 static int make(struct hr_lane *lane, const void *bytes, size_t byte_count, struct hr_request **request) {
-    struct hr_wire_request decoded = {0};
+    static const struct hr_hooks hooks = {.ended = end_stand_in, .freed = free};
+    struct hr_wire_request decoded;
     HR_TRY(hr_wire_decode_request(bytes, byte_count, &decoded));
     const int op = decoded.op;
     const int can_stand_in =
@@ -338,12 +311,26 @@ static int make(struct hr_lane *lane, const void *bytes, size_t byte_count, stru
     }
     horo_request call;
     void *memory;
-    uint8_t *data = NULL;
+    struct hr_error error = {0};
+    struct hr_request *made = NULL;
     HR_TRY(draft(lane, &decoded, &call, &memory));
-    int status = allocate_values(&call, memory, &data);
-    status = status == HORO_OK ? create(lane, &call, data, request) : status;
+    int status = hr_request_create(&call, &made, &error);
     free(memory);
-    return status;
+    HR_TRY(status);
+    made->port = &lane->port;
+    made->team_size = lane->team->size;
+    made->state = HR_REQUEST_STANDS_IN;
+    made->cargo = (struct hr_cargo){&hooks, lane, NULL};
+    status = give_values(made);
+    if (status == HORO_OK) {
+        status = hr_map_insert(&lane->absence->stand_ins, made->name_hash, made->call.name, made->name_bytes, made);
+    }
+    if (status != HORO_OK) {
+        hr_request_destroy(made);
+        return status;
+    }
+    *request = made;
+    return HORO_OK;
 }
 
 /* ---- Until it is over ---- */

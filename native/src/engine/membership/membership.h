@@ -20,10 +20,8 @@ int hr_sets_add(struct hr_engine *engine, const int32_t *ranks, int size, struct
 int hr_sets_remove(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error);
 /* The lane of the process set that a request adds; NULL: there is none, or it has been taken over. */
 const struct hr_lane *hr_sets_lane_of(const struct hr_request *request);
-/* As horo_added_team and horo_joined_last, by the operation. */
-int hr_membership_answer(struct hr_engine *engine, int64_t handle, int op);
 /* The executor of the world: the batch of a change of teams or of a join, see struct hr_executor_ops. */
-int hr_membership_change(void *lane, struct hr_request *request, int64_t row, struct hr_error *error);
+int hr_membership_change(void *lane, struct hr_request *request, struct hr_error *error);
 
 /* ---- leave.c ---- */
 

@@ -126,16 +126,6 @@ int hr_sets_remove(struct hr_engine *engine, int32_t team, int64_t *handle, stru
     return status;
 }
 
-int hr_membership_answer(struct hr_engine *engine, int64_t handle, int op) {
-    hr_drive_lock(&engine->drive);
-    const struct hr_request *request = hr_requests_find(&engine->requests, handle);
-    const int is_known = request != NULL && request->call.op == op && request->answer >= 0 &&
-                         atomic_load(&request->status) == HORO_OK;
-    const int answer = is_known ? request->answer : HORO_ERR_USAGE;
-    hr_drive_unlock(&engine->drive);
-    return answer;
-}
-
 /* ---- The driver's side ---- */
 
 /* After a change of lanes, with the lock held: whether other hosts need this rank. */
@@ -152,7 +142,7 @@ static int add(struct hr_engine *engine, struct hr_request *request, int team, i
     struct hr_lane *lane = request->cargo.data;
     struct hr_error error = {0};
     /* partner: hr_partition_leave */
-    if (has_local && atomic_load(&engine->node->arena.header->cleanings[team]) != engine->teams[team].cleanings) {
+    if (has_local && atomic_load(&engine->node->arena.header->cleanings[team]) != place->cleanings) {
         return HR_STILL;
     }
     const uint64_t *values = engine->tuned.is_on ? engine->tuned.settled : NULL;
@@ -166,8 +156,8 @@ static int add(struct hr_engine *engine, struct hr_request *request, int team, i
     hr_drive_lock(&engine->drive);
     request->cargo.data = NULL;
     request->answer = place->id;
-    engine->teams[team].has_local = has_local;
     place->is_used = 1;
+    place->has_local = has_local;
     place->port = lane == NULL ? NULL : &lane->port;
     if (lane != NULL) {
         engine->lanes[engine->lane_count++] = lane;
@@ -182,7 +172,7 @@ static void remove_team(struct hr_engine *engine, int team) {
     struct hr_place *place = &engine->requests.places[team];
     struct hr_lane *lane = place->port == NULL ? NULL : place->port->lane;
     hr_drive_lock(&engine->drive);
-    engine->teams[team].cleanings += engine->teams[team].has_local != 0;
+    place->cleanings += place->has_local != 0;
     place->is_used = 0;
     place->id = place->id <= INT32_MAX - HORO_TEAM_ID_STEP ? place->id + HORO_TEAM_ID_STEP : -1;
     place->port = NULL;
@@ -208,15 +198,14 @@ static void remove_team(struct hr_engine *engine, int team) {
     }
 }
 
-int hr_membership_change(void *owner, struct hr_request *request, int64_t row, struct hr_error *error) {
+int hr_membership_change(void *owner, struct hr_request *request, struct hr_error *error) {
     struct hr_engine *engine = ((struct hr_lane *)owner)->engine;
     struct hr_wire_request decoded;
     HR_TRY(hr_wire_decode_request(request->bytes, request->byte_count, &decoded));
     if (hr_op_is(request->call.op, HR_OP_LAST)) { /* the record says who joined last */
-        request->answer = (int)row;
-        return row >= 0 && row < engine->node->size ? HR_DONE : HORO_ERR_INTERNAL;
+        return request->answer >= 0 && request->answer < engine->node->size ? HR_DONE : HORO_ERR_INTERNAL;
     }
-    if (row >= 0) {
+    if (request->answer >= 0) {
         return HORO_ERR_INTERNAL;
     }
     if (request->call.op == HORO_ADD_TEAM) {

@@ -4,6 +4,8 @@
 #include <string.h>
 
 #include "arena/arena.h"
+#include "node/team.h"
+#include "wire/frame.h"
 
 _Static_assert(sizeof(struct hr_mail_message) + HR_MAIL_BYTES_MAX <= HR_PAIR_RING_BYTES, "each message has room");
 
@@ -47,10 +49,80 @@ int hr_mail_local_of(const struct hr_mail *mail, int rank) {
     return local < node->local_size ? local : -1;
 }
 
-/* The way to a rank: the local index whose ring it is, or -1: by the carrier. */
+/* ---- Between hosts: their leaders pass it on, along the tree ---- */
+
+enum { WAITING_MOST = 1 << 16 }; /* bytes; a record behind them waits for no more */
+
+/* Towards a rank of another host; NULL: there is none. */
+static struct hr_link *link_to(const struct hr_leader *leader, int rank) {
+    const int host = leader->team->host_of_rank[rank];
+    for (int i = leader->has_parent; i < leader->link_count; i++) {
+        const int child = leader->links[i].host;
+        if (host >= child && host < child + (child & -child)) { /* see node/team.h */
+            return &leader->links[i];
+        }
+    }
+    return leader->has_parent ? &leader->links[0] : NULL;
+}
+
+static hr_status carry(const struct hr_mail *mail, const struct hr_mail_message *message, const void *data) {
+    struct hr_link *link = link_to(mail->leader, message->to);
+    if (link == NULL) {
+        return HORO_ERR_INTERNAL;
+    }
+    const struct hr_wire_message wire = {
+        .type = HR_WIRE_MAIL,
+        .rank = message->from,
+        .status = message->status,
+        .data = data,
+        .data_bytes = message->bytes,
+        .mail = {.to = message->to,
+                 .kind = message->kind,
+                 .dtype = message->dtype,
+                 .tag = message->tag,
+                 .send = message->send,
+                 .count = message->count},
+    };
+    return link->open ? hr_frame_put(&link->out, &wire) : HORO_OK; /* else the group ends for that */
+}
+
+hr_status hr_mail_of_link(const struct hr_mail *mail, int member, const struct hr_wire_message *wire,
+                          struct hr_mail_message *message) {
+    const struct hr_leader *leader = mail->leader;
+    if (leader == NULL) {
+        return HORO_ERR_INTERNAL;
+    }
+    const struct hr_team *team = leader->team;
+    const int to = wire->mail.to;
+    const struct hr_link *link = hr_leader_link_of(leader, member);
+    if (link == NULL || to >= team->size) {
+        return HORO_ERR_INTERNAL;
+    }
+    const int goes_on = team->host_of_rank[to] != team->host;
+    if (team->host_of_rank[wire->rank] == team->host || link_to(leader, wire->rank) != link ||
+        (goes_on && link_to(leader, to) == link)) {
+        return HORO_ERR_INTERNAL; /* it does not come from there, or would go back */
+    }
+    *message = (struct hr_mail_message){
+        .from = wire->rank,
+        .to = to,
+        .kind = (uint16_t)wire->mail.kind,
+        .bytes = (uint16_t)wire->data_bytes,
+        .send = wire->mail.send,
+        .count = wire->mail.count,
+        .tag = wire->mail.tag,
+        .dtype = wire->mail.dtype,
+        .status = wire->status,
+    };
+    return HORO_OK;
+}
+
+/* ---- The way of a message ---- */
+
+/* The way to a rank: the local index whose ring it is, or -1: by this leader's links. */
 static int way_to(const struct hr_mail *mail, int rank) {
     const int local = hr_mail_local_of(mail, rank);
-    return local < 0 && mail->carrier.carry == NULL ? 0 : local;
+    return local < 0 && mail->leader == NULL ? 0 : local;
 }
 
 static int ring_has_room(const struct hr_mail *mail, int peer) {
@@ -114,8 +186,7 @@ static hr_status put_into_ring(struct hr_mail *mail, int peer, const struct hr_m
 hr_status hr_mail_pass(struct hr_mail *mail, const struct hr_mail_message *message, const void *data) {
     const int ring = way_to(mail, message->to);
     mail->moves++;
-    return ring < 0 ? mail->carrier.carry(mail->carrier.owner, message, data)
-                    : put_into_ring(mail, ring, message, data);
+    return ring < 0 ? carry(mail, message, data) : put_into_ring(mail, ring, message, data);
 }
 
 hr_status hr_mail_put(struct hr_mail *mail, int rank, struct hr_mail_message message, const void *data) {
@@ -126,7 +197,11 @@ hr_status hr_mail_put(struct hr_mail *mail, int rank, struct hr_mail_message mes
 
 int hr_mail_has_room(const struct hr_mail *mail, int rank) {
     const int ring = way_to(mail, rank);
-    return ring < 0 ? mail->carrier.has_room(mail->carrier.owner, rank) : ring_has_room(mail, ring);
+    if (ring >= 0) {
+        return ring_has_room(mail, ring);
+    }
+    const struct hr_link *link = link_to(mail->leader, rank);
+    return link == NULL || hr_buffer_size(&link->out) < WAITING_MOST;
 }
 
 int hr_mail_flush(struct hr_mail *mail) {
@@ -169,8 +244,8 @@ static hr_status take_one(struct hr_mail *mail, int peer, const struct hr_mail_m
     if (message->to == node->rank) {
         return handle(owner, message, data);
     }
-    return mail->carrier.carry != NULL && hr_mail_local_of(mail, message->to) < 0 ? hr_mail_pass(mail, message, data)
-                                                                                  : HORO_ERR_INTERNAL;
+    return mail->leader != NULL && hr_mail_local_of(mail, message->to) < 0 ? hr_mail_pass(mail, message, data)
+                                                                           : HORO_ERR_INTERNAL;
 }
 
 int hr_mail_take(struct hr_mail *mail, hr_mail_handler *handle, void *owner) {

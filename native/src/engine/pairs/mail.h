@@ -7,6 +7,7 @@
 #define HR_ENGINE_PAIRS_MAIL_H
 
 #include "base/buffer.h"
+#include "engine/lead/leader.h"
 #include "node/node.h"
 #include "wire/wire.h"
 
@@ -44,17 +45,9 @@ struct hr_mail_peer {
     struct hr_buffer out; /* to it */
 };
 
-/* The links of a leader to other hosts. */
-struct hr_mail_carrier {
-    /* HORO_OK or a status. */
-    hr_status (*carry)(void *owner, const struct hr_mail_message *message, const void *data);
-    int (*has_room)(void *owner, int rank);
-    void *owner;
-};
-
 struct hr_mail {
     struct hr_node *node;
-    struct hr_mail_carrier carrier; /* of a leader in a job on several hosts; else NULLs */
+    struct hr_leader *leader; /* of this host, which is this rank, in a job on several hosts; else NULL */
     struct hr_pair_rings rings;
     struct hr_mail_peer *peers; /* [local_size] */
     uint64_t rung;              /* the bell as it was when all rings were read */
@@ -74,6 +67,9 @@ int hr_mail_local_of(const struct hr_mail *mail, int rank);
  */
 hr_status hr_mail_pass(struct hr_mail *mail, const struct hr_mail_message *message, const void *data);
 hr_status hr_mail_put(struct hr_mail *mail, int rank, struct hr_mail_message message, const void *data);
+/* A leader, whose link has brought a message. HORO_OK, or HORO_ERR_INTERNAL: no correct leader sends it here. */
+hr_status hr_mail_of_link(const struct hr_mail *mail, int member, const struct hr_wire_message *wire,
+                          struct hr_mail_message *message);
 /* Whether nothing on that way waits here for room. */
 int hr_mail_has_room(const struct hr_mail *mail, int rank);
 /* Moves what waits for room: enum hr_progress. */

@@ -20,36 +20,32 @@ enum {
 
 /* ---- Lists ---- */
 
-static void append(struct hr_pair_list *list, struct hr_move_of_pair *move) {
+static void append(struct hr_pairs *pairs, struct hr_move_of_pair *move, enum hr_move_state state) {
+    struct hr_move_of_pair **last = &pairs->moves_in[state].last;
+    move->state = state;
+    move->previous = *last;
     move->next = NULL;
-    *(list->last == NULL ? &list->first : &list->last->next) = move;
-    list->last = move;
+    *(*last == NULL ? &pairs->moves_in[state].first : &(*last)->next) = move;
+    *last = move;
 }
 
-/* Takes the one at *link, of which `before` is in front (NULL: none), out. */
-static struct hr_move_of_pair *take(struct hr_pair_list *list, struct hr_move_of_pair *before,
-                                    struct hr_move_of_pair *move) {
-    *(before == NULL ? &list->first : &before->next) = move->next;
-    list->last = list->last == move ? before : list->last;
-    return move;
+static void take_out(struct hr_pairs *pairs, struct hr_move_of_pair *move) {
+    *(move->previous == NULL ? &pairs->moves_in[move->state].first : &move->previous->next) = move->next;
+    *(move->next == NULL ? &pairs->moves_in[move->state].last : &move->next->previous) = move->previous;
 }
 
-/* The one with that rank, and number of the send, and the one in front of it; NULL: there is none. */
-static struct hr_move_of_pair *find(const struct hr_pair_list *list, int peer, uint64_t send,
-                                    struct hr_move_of_pair **before) {
-    struct hr_move_of_pair *move = list->first;
-    *before = NULL;
+static void set_state(struct hr_pairs *pairs, struct hr_move_of_pair *move, enum hr_move_state state) {
+    take_out(pairs, move);
+    append(pairs, move, state);
+}
+
+/* The one with that rank, and number of the send; NULL: there is none. */
+static struct hr_move_of_pair *find(const struct hr_pairs *pairs, enum hr_move_state state, int peer, uint64_t send) {
+    struct hr_move_of_pair *move = pairs->moves_in[state].first;
     while (move != NULL && (move->send != send || move->pair.peer != peer)) {
-        *before = move;
         move = move->next;
     }
     return move;
-}
-
-static struct hr_move_of_pair *take_by_number(struct hr_pair_list *list, int peer, uint64_t send) {
-    struct hr_move_of_pair *before;
-    struct hr_move_of_pair *move = find(list, peer, send, &before);
-    return move == NULL ? NULL : take(list, before, move);
 }
 
 /* ---- Both ends ---- */
@@ -58,9 +54,9 @@ static int is_far(const struct hr_pairs *pairs, const struct hr_move_of_pair *mo
     return hr_mail_local_of(&pairs->mail, move->pair.peer) < 0;
 }
 
-/* It is in no list any more. */
 static void complete(struct hr_pairs *pairs, struct hr_move_of_pair *move, int status, const char *text) {
     struct hr_request *request = move->request;
+    take_out(pairs, move);
     pairs->moves++;
     pairs->sent += request->call.op == HORO_SEND;
     pairs->received += request->call.op == HORO_RECEIVE;
@@ -102,14 +98,15 @@ static hr_status ask_for_more(struct hr_pairs *pairs, struct hr_move_of_pair *mo
 /* From a rank of another host one comes behind the other. */
 static hr_status pull(struct hr_pairs *pairs, struct hr_move_of_pair *move) {
     int is_next = 1;
-    for (const struct hr_move_of_pair *other = pairs->pulling.first; other != NULL; other = other->next) {
+    const struct hr_move_of_pair *other = pairs->moves_in[HR_MOVE_PULLING].first;
+    for (; other != NULL; other = other->next) {
         is_next &= other->pair.peer != move->pair.peer || !is_far(pairs, move);
     }
-    append(&pairs->pulling, move);
+    set_state(pairs, move, HR_MOVE_PULLING);
     return is_next ? ask_for_more(pairs, move) : HORO_OK;
 }
 
-/* A receive, in no list, and the offer that it was meant for. */
+/* A receive, and the offer that it was meant for. */
 static hr_status match(struct hr_pairs *pairs, struct hr_move_of_pair *move, int peer,
                        const struct hr_mail_message *offer, const void *data) {
     move->pair.peer = peer;
@@ -134,7 +131,7 @@ static hr_status match(struct hr_pairs *pairs, struct hr_move_of_pair *move, int
     if (!pairs->reads || is_far(pairs, move)) {
         return pull(pairs, move);
     }
-    append(&pairs->reading, move);
+    set_state(pairs, move, HR_MOVE_READING);
     return HORO_OK;
 }
 
@@ -143,28 +140,26 @@ static int is_for(struct hr_pair pair, int peer, int tag) {
 }
 
 hr_status hr_move_post(struct hr_pairs *pairs, struct hr_move_of_pair *move) {
-    struct hr_offer *before = NULL;
-    struct hr_offer *offer = pairs->offers;
-    while (offer != NULL && !is_for(move->pair, offer->peer, offer->message.tag)) {
-        before = offer;
-        offer = offer->next;
+    struct hr_offer **link = &pairs->offers;
+    append(pairs, move, HR_MOVE_POSTED);
+    while (*link != NULL && !is_for(move->pair, (*link)->peer, (*link)->message.tag)) {
+        link = &(*link)->next;
     }
+    struct hr_offer *offer = *link;
     if (offer == NULL) {
-        append(&pairs->posted, move);
         return HORO_OK;
     }
-    *(before == NULL ? &pairs->offers : &before->next) = offer->next;
-    pairs->last_offer = pairs->last_offer == offer ? before : pairs->last_offer;
+    *link = offer->next;
+    pairs->offers_tail = *link == NULL ? link : pairs->offers_tail;
     const hr_status status = match(pairs, move, offer->peer, &offer->message, offer->data);
     free(offer);
     return status;
 }
 
 static hr_status take_offer(struct hr_pairs *pairs, int peer, const struct hr_mail_message *message, const void *data) {
-    struct hr_move_of_pair *before = NULL;
-    for (struct hr_move_of_pair *move = pairs->posted.first; move != NULL; before = move, move = move->next) {
+    for (struct hr_move_of_pair *move = pairs->moves_in[HR_MOVE_POSTED].first; move != NULL; move = move->next) {
         if (is_for(move->pair, peer, message->tag)) {
-            return match(pairs, take(&pairs->posted, before, move), peer, message, data);
+            return match(pairs, move, peer, message, data);
         }
     }
     struct hr_offer *offer = malloc(sizeof *offer + message->bytes);
@@ -173,8 +168,8 @@ static hr_status take_offer(struct hr_pairs *pairs, int peer, const struct hr_ma
     }
     *offer = (struct hr_offer){.peer = peer, .message = *message};
     memcpy(offer->data, data, message->bytes);
-    *(pairs->last_offer == NULL ? &pairs->offers : &pairs->last_offer->next) = offer;
-    pairs->last_offer = offer;
+    *pairs->offers_tail = offer;
+    pairs->offers_tail = &offer->next;
     return HORO_OK;
 }
 
@@ -183,7 +178,7 @@ static hr_status take_offer(struct hr_pairs *pairs, int peer, const struct hr_ma
  * at, for that fails the receive, too.
  */
 int hr_moves_read_some(struct hr_pairs *pairs) {
-    struct hr_move_of_pair *move = pairs->reading.first;
+    struct hr_move_of_pair *move = pairs->moves_in[HR_MOVE_READING].first;
     if (move == NULL) {
         return HR_STILL;
     }
@@ -204,19 +199,18 @@ int hr_moves_read_some(struct hr_pairs *pairs) {
         hr_log(&node->log, HORO_LOG_INFO, "large sends from rank %d go by shared memory, since it cannot be read: %s",
                move->pair.peer, strerror(error));
         pairs->reads &= error == EFAULT; /* its memory alone, or it is gone: then its life line ends the group */
-        HR_TRY(pull(pairs, take(&pairs->reading, NULL, move)));
+        HR_TRY(pull(pairs, move));
         return HR_MOVED;
     }
     move->moved += range.bytes;
     if (move->moved == move->bytes) {
-        HR_TRY(end_receive(pairs, take(&pairs->reading, NULL, move)));
+        HR_TRY(end_receive(pairs, move));
     }
     return HR_MOVED;
 }
 
 static hr_status take_data(struct hr_pairs *pairs, int peer, const struct hr_mail_message *message, const void *data) {
-    struct hr_move_of_pair *before;
-    struct hr_move_of_pair *move = find(&pairs->pulling, peer, message->send, &before);
+    struct hr_move_of_pair *move = find(pairs, HR_MOVE_PULLING, peer, message->send);
     if (move == NULL || message->count != move->moved || message->bytes > move->limit - move->moved) {
         return HORO_ERR_INTERNAL;
     }
@@ -226,8 +220,8 @@ static hr_status take_data(struct hr_pairs *pairs, int peer, const struct hr_mai
         return move->limit < move->bytes && move->limit - move->moved <= WINDOW / 2 ? ask_for_more(pairs, move)
                                                                                     : HORO_OK;
     }
-    HR_TRY(end_receive(pairs, take(&pairs->pulling, before, move)));
-    struct hr_move_of_pair *next = pairs->pulling.first;
+    HR_TRY(end_receive(pairs, move));
+    struct hr_move_of_pair *next = pairs->moves_in[HR_MOVE_PULLING].first;
     while (next != NULL && (next->pair.peer != peer || next->limit > 0)) {
         next = next->next;
     }
@@ -239,7 +233,7 @@ static hr_status take_data(struct hr_pairs *pairs, int peer, const struct hr_mai
 hr_status hr_move_offer(struct hr_pairs *pairs, struct hr_move_of_pair *move) {
     const int is_small = move->bytes <= WITH_OFFER_MAX;
     move->send = ++pairs->last_send;
-    append(&pairs->offered, move);
+    append(pairs, move, HR_MOVE_OFFERED);
     const struct hr_mail_message message = {
         .kind = HR_MAIL_OFFER,
         .send = move->send,
@@ -253,16 +247,15 @@ hr_status hr_move_offer(struct hr_pairs *pairs, struct hr_move_of_pair *move) {
 }
 
 static hr_status take_pull(struct hr_pairs *pairs, int peer, const struct hr_mail_message *message) {
-    struct hr_move_of_pair *before;
-    struct hr_move_of_pair *move = find(&pairs->pulled, peer, message->send, &before);
+    struct hr_move_of_pair *move = find(pairs, HR_MOVE_PULLED, peer, message->send);
     const int is_first = move == NULL;
-    move = is_first ? take_by_number(&pairs->offered, peer, message->send) : move;
+    move = is_first ? find(pairs, HR_MOVE_OFFERED, peer, message->send) : move;
     if (move == NULL || message->count > (is_first ? move->bytes : move->moved)) {
         return HORO_ERR_INTERNAL;
     }
     if (is_first) {
         move->moved = (size_t)message->count;
-        append(&pairs->pulled, move);
+        set_state(pairs, move, HR_MOVE_PULLED);
     }
     const size_t left = move->bytes - (size_t)message->count;
     move->limit = (size_t)message->count + (is_far(pairs, move) ? hr_smaller(left, WINDOW) : left);
@@ -275,10 +268,8 @@ static int may_send(const struct hr_pairs *pairs, const struct hr_move_of_pair *
 
 /* Of the first one whose receiver has room, as much as that takes. */
 int hr_moves_send_pieces(struct hr_pairs *pairs) {
-    struct hr_move_of_pair *before = NULL;
-    struct hr_move_of_pair *move = pairs->pulled.first;
+    struct hr_move_of_pair *move = pairs->moves_in[HR_MOVE_PULLED].first;
     while (move != NULL && !may_send(pairs, move)) {
-        before = move;
         move = move->next;
     }
     if (move == NULL) {
@@ -295,7 +286,7 @@ int hr_moves_send_pieces(struct hr_pairs *pairs) {
         move->moved += message.bytes;
     } while (may_send(pairs, move));
     if (move->moved == move->bytes) { /* until it is done */
-        append(&pairs->offered, take(&pairs->pulled, before, move));
+        set_state(pairs, move, HR_MOVE_OFFERED);
     }
     return HR_MOVED;
 }
@@ -330,21 +321,17 @@ static void fail_over(struct hr_pairs *pairs, struct hr_move_of_pair *move, int 
 }
 
 int hr_moves_end(struct hr_pairs *pairs, int all) {
-    struct hr_pair_list *const lists[] = {&pairs->offered, &pairs->pulled, &pairs->posted, &pairs->reading,
-                                          &pairs->pulling};
     int moved = HR_STILL;
-    for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) {
-        struct hr_move_of_pair *before = NULL;
+    for (int state = 0; state < HR_MOVE_STATES; state++) {
         struct hr_move_of_pair *next;
-        for (struct hr_move_of_pair *move = lists[i]->first; move != NULL; move = next) {
+        for (struct hr_move_of_pair *move = pairs->moves_in[state].first; move != NULL; move = next) {
             next = move->next;
-            if (!all && !is_over(pairs, move)) {
-                before = move;
-                continue;
+            if (all || is_over(pairs, move)) {
+                hr_end_show(pairs->mail.node);
+                take_out(pairs, move);
+                fail_over(pairs, move, all);
+                moved = HR_MOVED;
             }
-            hr_end_show(pairs->mail.node);
-            fail_over(pairs, take(lists[i], before, move), all);
-            moved = HR_MOVED;
         }
     }
     return moved;
@@ -363,7 +350,7 @@ hr_status hr_moves_handle(void *owner, const struct hr_mail_message *message, co
     case HR_MAIL_DATA: return take_data(pairs, message->from, message, data);
     case HR_MAIL_PULL: return take_pull(pairs, message->from, message);
     case HR_MAIL_DONE:
-        move = take_by_number(&pairs->offered, message->from, message->send);
+        move = find(pairs, HR_MOVE_OFFERED, message->from, message->send);
         if (move == NULL) {
             return HORO_ERR_INTERNAL;
         }

@@ -30,15 +30,17 @@ static hr_status open_to_pass(struct hr_pairs *pairs) {
     return status;
 }
 
-hr_status hr_pairs_take_in(struct hr_pairs *pairs, const struct hr_mail_message *message, const void *data) {
+hr_status hr_pairs_take_in(struct hr_pairs *pairs, int member, const struct hr_wire_message *wire) {
+    struct hr_mail_message message;
+    HR_TRY(hr_mail_of_link(&pairs->mail, member, wire, &message));
     HR_TRY(atomic_load(&pairs->is_open) ? HORO_OK : open_to_pass(pairs));
-    const int local = hr_mail_local_of(&pairs->mail, message->to);
-    if (local >= 0 && message->kind == HR_MAIL_ASK) {
+    const int local = hr_mail_local_of(&pairs->mail, message.to);
+    if (local >= 0 && message.kind == HR_MAIL_ASK) {
         hr_node_ask(pairs->mail.node, local);
         return HORO_OK;
     }
-    return message->to != pairs->mail.node->rank ? hr_mail_pass(&pairs->mail, message, data)
-                                                 : hr_moves_handle(pairs, message, data);
+    return message.to != pairs->mail.node->rank ? hr_mail_pass(&pairs->mail, &message, wire->data)
+                                                : hr_moves_handle(pairs, &message, wire->data);
 }
 
 /*
@@ -47,7 +49,7 @@ hr_status hr_pairs_take_in(struct hr_pairs *pairs, const struct hr_mail_message 
  */
 static int turn(struct hr_part *part) {
     struct hr_pairs *pairs = part->owner;
-    const int passes = pairs->mail.carrier.carry != NULL;
+    const int passes = pairs->mail.leader != NULL;
     if (part->is_quiet && !passes) {
         return HR_STILL;
     }
@@ -73,8 +75,10 @@ static int turn(struct hr_part *part) {
     HR_TRY(sent);
     const int flushed = hr_mail_flush(&pairs->mail);
     const int ended = has_ended ? hr_moves_end(pairs, 0) : HR_STILL;
-    part->is_quiet = pairs->offered.first == NULL && pairs->pulled.first == NULL && pairs->posted.first == NULL &&
-                     pairs->reading.first == NULL && pairs->pulling.first == NULL && pairs->mail.unsent == 0;
+    part->is_quiet = pairs->mail.unsent == 0;
+    for (int state = 0; state < HR_MOVE_STATES; state++) {
+        part->is_quiet &= pairs->moves_in[state].first == NULL;
+    }
     return took | read | sent | flushed | ended;
 }
 
@@ -268,7 +272,8 @@ hr_status hr_pairs_put_pending(const struct hr_pairs *pairs, struct hr_buffer *o
 }
 
 int hr_pairs_has_left(struct hr_pairs *pairs, int with_sends) {
-    const int sends = with_sends && (pairs->offered.first != NULL || pairs->pulled.first != NULL);
+    const int sends = with_sends && (pairs->moves_in[HR_MOVE_OFFERED].first != NULL ||
+                                   pairs->moves_in[HR_MOVE_PULLED].first != NULL);
     const int is_running = pairs->requests->drive->stage == HR_STAGE_RUNNING; /* else no leader passes anything on */
     return atomic_load(&pairs->is_open) &&
            (sends || (is_running ? hr_mail_is_left(&pairs->mail) : pairs->mail.unsent > 0));
@@ -276,11 +281,11 @@ int hr_pairs_has_left(struct hr_pairs *pairs, int with_sends) {
 
 /* ---- The beginning and the end ---- */
 
-void hr_pairs_init(struct hr_pairs *pairs, struct hr_requests *requests, int reads, struct hr_mail_carrier carrier) {
-    *pairs = (struct hr_pairs){.requests = requests, .reads = reads};
+void hr_pairs_init(struct hr_pairs *pairs, struct hr_requests *requests, int reads, struct hr_leader *leader) {
+    *pairs = (struct hr_pairs){.requests = requests, .reads = reads, .offers_tail = &pairs->offers};
     pairs->mail.node = requests->node;
-    pairs->mail.carrier = carrier;
-    if (carrier.carry != NULL) {
+    pairs->mail.leader = leader;
+    if (leader != NULL) {
         hr_drive_add(requests->drive, &pairs->part, &PART, pairs);
     }
 }

@@ -30,9 +30,8 @@ struct hr_pair {
 /* A send or receive; the luggage of its request. */
 struct hr_move_of_pair;
 
-/* In the order in which they came. */
-struct hr_pair_list {
-    struct hr_move_of_pair *first, *last;
+enum hr_move_state {
+    HR_MOVE_OFFERED, HR_MOVE_PULLED, HR_MOVE_POSTED, HR_MOVE_READING, HR_MOVE_PULLING, HR_MOVE_STATES
 };
 
 struct hr_offer;
@@ -48,16 +47,16 @@ struct hr_pairs {
     uint64_t last_send;
     int64_t reported_ns; /* the last report of those that do not move; 0: none */
     uint64_t moves, sent, received; /* the last two have ended */
-    struct hr_pair_list offered, pulled, posted, reading, pulling;
-    struct hr_offer *offers, *last_offer; /* that no receive was meant for yet */
+    struct {
+        struct hr_move_of_pair *first, *last;
+    } moves_in[HR_MOVE_STATES]; /* a list for each state, in the order in which they came there */
+    struct hr_offer *offers, **offers_tail; /* that no receive was meant for yet */
 };
 
-/*
- * `carrier`: of a leader in a job on several hosts, who passes on what others send; else NULLs. Before anything drives.
- */
-void hr_pairs_init(struct hr_pairs *pairs, struct hr_requests *requests, int reads, struct hr_mail_carrier carrier);
-/* A leader, whose links have brought a message for a rank of this host, or for another host. HORO_OK or a status. */
-hr_status hr_pairs_take_in(struct hr_pairs *pairs, const struct hr_mail_message *message, const void *data);
+/* Before anything drives. `leader`: this rank, where it passes on what others send between hosts; else NULL. */
+void hr_pairs_init(struct hr_pairs *pairs, struct hr_requests *requests, int reads, struct hr_leader *leader);
+/* The leader, whose links have brought a MAIL message. HORO_OK or a status. */
+hr_status hr_pairs_take_in(struct hr_pairs *pairs, int member, const struct hr_wire_message *wire);
 /* As horo_send and horo_receive: op, tensor, flags and timeout_ms of `call` count. */
 hr_status hr_pairs_submit(struct hr_pairs *pairs, const horo_request *call, struct hr_pair pair, int64_t *handle,
                           struct hr_error *error);

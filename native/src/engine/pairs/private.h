@@ -5,7 +5,8 @@
 #include "engine/pairs/pairs.h"
 
 struct hr_move_of_pair {
-    struct hr_move_of_pair *next;
+    struct hr_move_of_pair *previous, *next; /* in the list of its state */
+    enum hr_move_state state;
     struct hr_request *request;
     struct hr_pair pair; /* of a receive the rank that sends, once it is known */
     int dtype;

@@ -32,62 +32,38 @@ static void describe(const struct hr_engine *engine, const horo_waiting *waits, 
     }
 }
 
-/* Every record that this rank executes in any team ends a request of its own, or is counted as one that does not. */
-static int is_repeated(const struct hr_engine *engine, const horo_waiting *waits, int32_t count, uint32_t question,
-                       const char *others) {
-    const struct hr_blocked *blocked = &engine->blocked;
-    const int is_answer = question != 0 && question != atomic_load(&blocked->answered);
-    if (is_answer || blocked->count != count || blocked->last_handle != engine->requests.last_handle ||
-        blocked->pending != atomic_load(&engine->drive.pending) ||
-        blocked->passed != engine->requests.passed || strcmp(blocked->others, others) != 0) {
-        return 0;
-    }
-    for (int32_t i = 0; i < count; i++) {
-        if (blocked->handles[i] != waits[i].handle) {
-            return 0;
-        }
-    }
-    return 1;
-}
-
-static void keep(struct hr_engine *engine, const horo_waiting *waits, int32_t count, uint32_t question,
-                 const char *others) {
-    struct hr_blocked *blocked = &engine->blocked;
-    if (question != 0) {
-        atomic_store(&blocked->answered, question);
-    }
-    blocked->question = question;
-    blocked->count = count;
-    blocked->last_handle = engine->requests.last_handle;
-    blocked->pending = atomic_load(&engine->drive.pending);
-    blocked->passed = engine->requests.passed;
-    (void)snprintf(blocked->others, sizeof blocked->others, "%s", others);
-    describe(engine, waits, count, blocked->text, sizeof blocked->text);
-    for (int32_t i = 0; i < count; i++) {
-        blocked->handles[i] = waits[i].handle;
-    }
-    atomic_store(&blocked->is_new, 1);
-    hr_drive_kick(&engine->drive);
-}
-
 int hr_engine_report_blocked(struct hr_engine *engine, const horo_waiting *waits, int32_t count, uint32_t question,
                              const char *others) {
+    struct hr_blocked *blocked = &engine->blocked;
     if (count < 0 || count > HORO_WAITING_MAX || engine->node->stall_warning_ns == 0) {
         return HORO_OK;
     }
-    char known_others[sizeof engine->blocked.others];
-    (void)snprintf(known_others, sizeof known_others, "%s", others);
+    struct hr_blocked_report report = {.count = count};
+    (void)snprintf(report.others, sizeof report.others, "%s", others);
     hr_drive_lock(&engine->drive);
-    const int is_news = count > 0 || engine->blocked.count > 0;
-    int all_wait = is_news && !is_repeated(engine, waits, count, question, known_others);
-    for (int32_t i = 0; i < count && all_wait; i++) {
+    /* every record that this rank executes in any team ends a request of its own, or is counted as one that does not */
+    report.last_handle = engine->requests.last_handle;
+    report.pending = atomic_load(&engine->drive.pending);
+    report.passed = engine->requests.passed;
+    int all_wait = 1;
+    for (int32_t i = 0; i < count; i++) {
         const struct hr_request *request = hr_requests_find(&engine->requests, waits[i].handle);
+        report.handles[i] = waits[i].handle;
         /* one whose values are on their way from a GPU is going to be announced */
-        all_wait = request != NULL && atomic_load(&request->status) == HORO_IN_PROGRESS &&
-                   request->state != HR_REQUEST_STAGING;
+        all_wait &= request != NULL && atomic_load(&request->status) == HORO_IN_PROGRESS &&
+                    request->state != HR_REQUEST_STAGING;
     }
-    if (all_wait) {
-        keep(engine, waits, count, question, known_others);
+    const int is_answer = question != 0 && question != atomic_load(&blocked->answered);
+    const int is_news = is_answer || memcmp(&report, &blocked->report, sizeof report) != 0;
+    if (all_wait && is_news && (count > 0 || blocked->report.count > 0)) {
+        if (question != 0) {
+            atomic_store(&blocked->answered, question);
+        }
+        blocked->question = question;
+        blocked->report = report;
+        describe(engine, waits, count, blocked->text, sizeof blocked->text);
+        atomic_store(&blocked->is_new, 1);
+        hr_drive_kick(&engine->drive);
     }
     hr_drive_unlock(&engine->drive);
     return HORO_OK;
@@ -133,7 +109,7 @@ static int put_lane(const struct hr_lane *lane, struct hr_buffer *out) {
 static int put_report(struct hr_engine *engine, const struct hr_buffer *moves, struct hr_buffer *out) {
     const struct hr_blocked *blocked = &engine->blocked;
     const struct hr_wire_text text = {blocked->text, strlen(blocked->text)};
-    const struct hr_wire_text others = {blocked->others, strlen(blocked->others)};
+    const struct hr_wire_text others = {blocked->report.others, strlen(blocked->report.others)};
     HR_TRY(hr_wire_put(out, &(struct hr_wire_message){.type = HR_WIRE_BLOCKED,
                                                       .rank = engine->node->rank,
                                                       .question = blocked->question,
@@ -155,6 +131,7 @@ static int put_report(struct hr_engine *engine, const struct hr_buffer *moves, s
 
 int hr_engine_tell_blocked(struct hr_engine *engine) {
     struct hr_blocked *blocked = &engine->blocked;
+    struct hr_blocked_report *report = &blocked->report;
     struct hr_announcer *announcer = &engine->lanes[0]->announcer;
     struct hr_buffer moves = {0};
     size_t mark;
@@ -162,15 +139,15 @@ int hr_engine_tell_blocked(struct hr_engine *engine) {
     HR_TRY(hr_frame_begin(&announcer->out, &mark));
     hr_drive_lock(&engine->drive);
     atomic_store(&blocked->is_new, 0);
-    int waits = blocked->count > 0 && blocked->last_handle == engine->requests.last_handle &&
-                blocked->passed == engine->requests.passed;
-    for (int i = 0; i < blocked->count && waits; i++) {
-        const struct hr_request *request = hr_requests_find(&engine->requests, blocked->handles[i]);
+    int waits = report->count > 0 && report->last_handle == engine->requests.last_handle &&
+                report->passed == engine->requests.passed;
+    for (int i = 0; i < report->count && waits; i++) {
+        const struct hr_request *request = hr_requests_find(&engine->requests, report->handles[i]);
         waits = request != NULL && atomic_load(&request->status) == HORO_IN_PROGRESS;
     }
     int status = waits ? hr_pairs_put_pending(&engine->pairs, &moves) : HORO_OK;
     blocked->is_told = waits && hr_buffer_size(&moves) <= HR_WIRE_DATA_MAX; /* more have no room in a message */
-    blocked->count = blocked->is_told ? blocked->count : 0;
+    report->count = blocked->is_told ? report->count : 0;
     const struct hr_wire_message none = {.type = HR_WIRE_BLOCKED, .rank = engine->node->rank};
     if (status == HORO_OK) {
         status = blocked->is_told ? put_report(engine, &moves, &announcer->out) : hr_wire_put(&announcer->out, &none);

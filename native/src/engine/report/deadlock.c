@@ -94,30 +94,22 @@ static int next_lane(struct walk *walk, struct hr_wire_lane *lane) {
 
 /* ---- Whether anything can finish ---- */
 
-struct submitted {
-    uint64_t hash;
-    uint32_t team;
-    int has_all; /* submitted by a rank that has submitted all names: it counts by itself */
-};
-
-static int compare(const void *a, const void *b) {
-    const struct submitted *one = a;
-    const struct submitted *two = b;
-    if (one->team != two->team) {
-        return one->team < two->team ? -1 : 1;
-    }
-    return one->hash < two->hash ? -1 : one->hash > two->hash;
-}
-
 struct team {
     uint32_t members, reports, with_all;
     uint64_t executed;
+    int is_looked_at;
 };
 
-/* Whether its rank counts as one that has submitted all names, for it has joined the team. */
-static int has_all(const struct hr_wire_lane *lane) {
+/* All together, that the ranks wait for. */
+struct awaited {
+    size_t names, sends, receives;
+};
+
+/* Whether its rank has submitted a name, or all of them, for it has joined the team. */
+static int has(const struct hr_wire_lane *lane, uint64_t name) {
     for (uint32_t k = 0; k < lane->count; k++) {
-        if (hr_wire_u64(lane->hashes, k) == HR_WIRE_ALL_NAMES) {
+        const uint64_t hash = hr_wire_u64(lane->hashes, k);
+        if (hash == name || hash == HR_WIRE_ALL_NAMES) {
             return 1;
         }
     }
@@ -125,8 +117,7 @@ static int has_all(const struct hr_wire_lane *lane) {
 }
 
 /* Adds up what all reports say; 0 if they are not of one state of the logs. */
-static int add_up(const struct hr_deadlock *deadlock, struct team *teams, size_t *names) {
-    *names = 0;
+static int add_up(const struct hr_deadlock *deadlock, struct team *teams, struct awaited *awaited) {
     struct walk walk = {.deadlock = deadlock};
     struct hr_wire_lane lane;
     while (next_lane(&walk, &lane)) {
@@ -138,8 +129,8 @@ static int add_up(const struct hr_deadlock *deadlock, struct team *teams, size_t
         if (team->members != lane.members || team->executed != lane.executed) {
             return 0;
         }
-        team->with_all += (uint32_t)has_all(&lane);
-        *names += lane.count;
+        team->with_all += (uint32_t)has(&lane, HR_WIRE_ALL_NAMES);
+        awaited->names += lane.count;
     }
     for (int i = 0; i < HORO_TEAMS_MAX; i++) {
         if (teams[i].reports != teams[i].members) {
@@ -166,63 +157,61 @@ static int is_received(const struct hr_deadlock *deadlock, int from, struct hr_w
 }
 
 /* Whether both ends of a send are under way, or have ended at one of them only: its receiver's, which is the first. */
-static int can_move(const struct hr_deadlock *deadlock, size_t *count) {
+static int can_move(const struct hr_deadlock *deadlock, struct awaited *awaited) {
     uint64_t sent = 0;
     uint64_t received = 0;
     int is_matched = 0;
-    *count = 0;
     for (int rank = 0; rank < deadlock->size; rank++) {
         const struct hr_wire_message report = report_of(deadlock, rank);
         const uint8_t *cursor = report.data;
         sent += report.sent;
         received += report.received;
-        *count += report.data_bytes / HR_WIRE_MOVE_BYTES;
         while (!is_matched && cursor < report.data + report.data_bytes) {
             struct hr_wire_move move;
             hr_wire_next_move(&cursor, &move);
+            awaited->sends += move.sends != 0;
+            awaited->receives += move.sends == 0;
             is_matched = move.sends && is_received(deadlock, rank, move);
         }
     }
     return is_matched || sent != received;
 }
 
-/*
- * Whether all members of a team have submitted some name, or joined; a rank submits it once at a time. Or the same of a
- * send and a receive.
- */
-static int can_finish(const struct hr_deadlock *deadlock) {
+static int have_all(const struct hr_deadlock *deadlock, uint32_t team, uint64_t name) {
+    struct walk walk = {.deadlock = deadlock};
+    struct hr_wire_lane lane;
+    while (next_lane(&walk, &lane)) {
+        if (lane.team == team && !has(&lane, name)) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* Whether all members of a team have submitted some name, or joined. Or the same of a send and a receive. */
+static int can_finish(const struct hr_deadlock *deadlock, struct awaited *awaited) {
     struct team teams[HORO_TEAMS_MAX] = {{0}};
-    size_t count;
-    size_t moves;
-    if (!add_up(deadlock, teams, &count) || can_move(deadlock, &moves) || count + moves == 0) {
+    if (!add_up(deadlock, teams, awaited) || can_move(deadlock, awaited) ||
+        awaited->names + awaited->sends + awaited->receives == 0) {
         return 1;
-    }
-    if (count == 0) {
-        return 0;
-    }
-    struct submitted *all = calloc(count, sizeof *all);
-    if (all == NULL) {
-        return 1; /* nothing is said that is not known */
     }
     struct walk walk = {.deadlock = deadlock};
     struct hr_wire_lane lane;
-    for (struct submitted *next = all; next_lane(&walk, &lane);) {
-        const int all_names = has_all(&lane);
+    while (next_lane(&walk, &lane)) {
+        struct team *team = &teams[lane.team];
+        const int all_have_all = team->with_all == team->members;
+        if (team->is_looked_at || (has(&lane, HR_WIRE_ALL_NAMES) && !all_have_all)) {
+            continue;
+        }
+        team->is_looked_at = !all_have_all; /* not all have submitted what this rank has not */
         for (uint32_t k = 0; k < lane.count; k++) {
-            *next++ = (struct submitted){.hash = hr_wire_u64(lane.hashes, k), .team = lane.team, .has_all = all_names};
+            const uint64_t name = hr_wire_u64(lane.hashes, k);
+            if (name != HR_WIRE_ALL_NAMES && have_all(deadlock, lane.team, name)) {
+                return 1;
+            }
         }
     }
-    qsort(all, count, sizeof *all, compare);
-    int is_complete = 0;
-    uint32_t others = 0; /* that have submitted this name, and not all */
-    for (size_t i = 0; i < count; i++) {
-        const struct team *team = &teams[all[i].team];
-        others = i > 0 && compare(&all[i - 1], &all[i]) == 0 ? others : 0;
-        others += all[i].has_all == 0;
-        is_complete |= all[i].hash != HR_WIRE_ALL_NAMES && others + team->with_all >= team->members;
-    }
-    free(all);
-    return is_complete;
+    return 0;
 }
 
 /* ---- The sentence ---- */
@@ -287,35 +276,20 @@ static size_t describe_waits(const struct hr_deadlock *deadlock, char *text, siz
 }
 
 /* The end of the sentence: the usual cause, by what is waited for: collectives, or sends and receives alone. */
-static const char *advise(const struct hr_deadlock *deadlock) {
-    struct walk walk = {.deadlock = deadlock};
-    struct hr_wire_lane lane;
-    size_t names = 0;
-    int all_send = 1;
-    while (next_lane(&walk, &lane)) {
-        names += lane.count;
-    }
-    for (int rank = 0; rank < deadlock->size; rank++) {
-        const struct hr_wire_message report = report_of(deadlock, rank);
-        const uint8_t *cursor = report.data;
-        while (cursor < report.data + report.data_bytes) {
-            struct hr_wire_move move;
-            hr_wire_next_move(&cursor, &move);
-            all_send &= move.sends;
-        }
-    }
-    if (names > 0) {
+static const char *advise(const struct awaited *awaited) {
+    if (awaited->names > 0) {
         return "has a rank fewer batches, or has it skipped a backward() or step()?";
     }
-    return all_send ? "a send ends when it is received: let one rank receive first, or use isend and irecv, or "
-                      "batch_isend_irecv"
-                    : "does one of the ranks send first, with the tag that the other receives?";
+    return awaited->receives > 0 ? "does one of the ranks send first, with the tag that the other receives?"
+                                 : "a send ends when it is received: let one rank receive first, or use isend and "
+                                   "irecv, or batch_isend_irecv";
 }
 
 enum hr_verdict hr_deadlock_judge(struct hr_deadlock *deadlock, char *text, size_t text_bytes) {
     int open = 0; /* the first rank that may go on by another thread */
+    struct awaited awaited = {0};
     deadlock->is_judged = 1;
-    if (can_finish(deadlock)) {
+    if (can_finish(deadlock, &awaited)) {
         return HR_VERDICT_NONE;
     }
     while (open < deadlock->size && report_of(deadlock, open).others.bytes == 0) {
@@ -340,6 +314,6 @@ enum hr_verdict hr_deadlock_judge(struct hr_deadlock *deadlock, char *text, size
         return HR_VERDICT_NONE;
     }
     const size_t used = describe_waits(deadlock, text, text_bytes);
-    (void)snprintf(text + used, text_bytes - used, "; %s", advise(deadlock));
+    (void)snprintf(text + used, text_bytes - used, "; %s", advise(&awaited));
     return HR_VERDICT_DEADLOCK;
 }

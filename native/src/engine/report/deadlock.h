@@ -11,14 +11,14 @@
  * on its way can make this a false alarm, however late it is. A member that has joined counts as one that has submitted
  * every name: it stays joined until a record of that team comes about.
  *
- * A send and a receive that are both reported may finish. The receive ends first, so while a send has ended at one end
- * alone, more receives have ended than sends, in reports of one moment; and the question makes them that:
- *
  * There may still be a signal handler that runs on top of a wait, and then submits something or raises. So rank 0
  * asks all ranks once more (QUERY), and each answers with a report of what it does now, which it cannot while a handler
  * runs in its only thread, and which names the handler's thread where there are others. When all have answered as
  * before, then at the moment of the question every rank was blocked, and a handler that ran at that moment has ended
  * and has changed nothing. A report that says something else ends the question.
+ *
+ * A send and a receive that are both reported may finish. While one has ended at one end alone, the receiver's, reports
+ * of one moment, as those of the question, have more receives that ended than sends.
  */
 #ifndef HR_ENGINE_DEADLOCK_H
 #define HR_ENGINE_DEADLOCK_H

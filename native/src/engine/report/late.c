@@ -35,21 +35,6 @@ static int is_missing(const struct hr_lane *lane, const uint64_t *announced, int
            (announced == NULL || !hr_agree_has(announced, member));
 }
 
-/* The members on this host that have not announced it. */
-static void find_missing(const struct hr_lane *lane, const uint64_t *announced, struct hr_rank_list *who) {
-    for (int member = 0; member < lane->team->local_size; member++) {
-        if (is_missing(lane, announced, member)) {
-            hr_rank_list_add(who, lane->leader.member_ranks[member]);
-        }
-    }
-}
-
-/* The link that a message of a member has come by; NULL: it is of this host. */
-static struct hr_link *link_of(const struct hr_lane *lane, int member) {
-    const int child = lane->leader.has_parent + member - lane->team->local_size;
-    return member < 0 ? &lane->leader.links[0] : member == 0 ? NULL : &lane->leader.links[child];
-}
-
 /* A message that the leaders behind a link, NULL: none, wait for that rank now. HORO_OK or a status. */
 static int tell_asked(struct hr_lane *lane, struct hr_link *link, int rank) {
     lane->leader.has_news = 1;
@@ -63,7 +48,7 @@ static int tell_asked(struct hr_lane *lane, struct hr_link *link, int rank) {
 static int pass(struct hr_lane *lane, struct hr_link *link, int member, const struct hr_wire_message *message) {
     atomic_store(&lane->node->arena.header->asked_rank, 1 + link->leader_rank); /* partner: give_up */
     HR_TRY(hr_frame_pass(&link->out, message));
-    return tell_asked(lane, link_of(lane, member), link->leader_rank);
+    return tell_asked(lane, hr_leader_link_of(&lane->leader, member), link->leader_rank);
 }
 
 /* A leader that was asked has passed that on, to `rank`: all who ask through this one wait for that rank now. */
@@ -75,7 +60,7 @@ static int note_asked(struct hr_lane *lane, int member, int rank) {
     atomic_store(asked, 1 + rank);
     for (int i = 0; i < lane->leader.link_count; i++) {
         struct hr_link *link = &lane->leader.links[i];
-        HR_TRY(link == link_of(lane, member) ? HORO_OK : tell_asked(lane, link, rank));
+        HR_TRY(link == hr_leader_link_of(&lane->leader, member) ? HORO_OK : tell_asked(lane, link, rank));
     }
     return HORO_OK;
 }
@@ -96,7 +81,11 @@ int hr_late_handle(void *owner, int member, const struct hr_wire_message *messag
         return lane->is_root || member < 0 ? HORO_OK : pass(lane, &leader->links[0], member, message);
     }
     struct hr_rank_list who = {0};
-    find_missing(lane, announced, &who);
+    for (int local = 0; local < lane->team->local_size; local++) {
+        if (is_missing(lane, announced, local)) {
+            hr_rank_list_add(&who, leader->member_ranks[local]);
+        }
+    }
     if (who.count > 0) {
         end_group(lane, &who, "has", "have", "not called", message->text);
         return HORO_OK;
@@ -114,7 +103,6 @@ int hr_late_handle(void *owner, int member, const struct hr_wire_message *messag
 struct late {
     struct hr_lane *lane;
     int64_t handle;
-    uint32_t roll_call; /* of this rank, about this request; one that has answered a later one is there, too */
     char name[HORO_NAME_MAX + 1];
     char text[HORO_MESSAGE_MAX];
 };
@@ -156,7 +144,8 @@ static int ask(const struct late *late, int64_t until_ns) {
 }
 
 /* The ranks of this host that others wait for, and that have not answered the roll call: they are stopped. */
-static void find_silent(const struct hr_lane *lane, uint32_t roll_call, struct hr_rank_list *who) {
+static void find_silent(const struct hr_lane *lane, struct hr_rank_list *who) {
+    const uint32_t roll_call = lane->engine->late.roll_call; /* one that has answered a later one is there, too */
     const struct hr_team *team = lane->team;
     const struct hr_arena *arena = &lane->node->arena;
     const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;
@@ -176,7 +165,7 @@ static int give_up(const struct late *late, int is_last) {
     const struct hr_lane *lane = late->lane;
     const struct hr_wire_text text = text_of(late->text);
     struct hr_rank_list who = {0};
-    find_silent(lane, late->roll_call, &who);
+    find_silent(lane, &who);
     if (who.count == 0 && !is_last) {
         return 0;
     }
@@ -241,7 +230,6 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
             hr_log(&engine->node->log, HORO_LOG_WARNING, "no memory to ask which ranks have not called %s", late.text);
         }
     }
-    late.roll_call = asked->roll_call;
     const int64_t look_ns = asked->asked_ns + GRACE_MS * 1000000ll;
     const int is_last = now_ns >= asked->asked_ns + grace_ns;
     if (now_ns >= look_ns && give_up(&late, is_last)) {

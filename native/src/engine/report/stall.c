@@ -102,17 +102,14 @@ static int take_turn(struct hr_lane *lane, int64_t now_ns) {
 
 /* Of a report: asks those that it is about. NULL: a leader above asks all that wait for nothing. */
 static void ask(struct hr_lane *lane, const struct hr_stalled *stalled, int asker, int64_t now_ns) {
-    const struct hr_team *team = lane->team;
-    const int below = team->local_size - lane->leader.has_parent; /* the member of a link, less its index */
-    for (int member = 0; member < team->local_size; member++) {
-        if (stalled == NULL ? !hr_stall_is_waiting(lane, member) : hr_stall_is_waited_for(lane, stalled, member)) {
-            hr_node_ask(lane->node, team->index_of_local[member]);
-        }
-    }
     const struct hr_wire_message question = {.type = HR_WIRE_ASK, .rank = asker};
-    for (int i = lane->leader.has_parent; i < lane->leader.link_count; i++) {
-        struct hr_link *link = &lane->leader.links[i];
-        if (link->open && (stalled == NULL || hr_stall_is_waited_for(lane, stalled, below + i))) {
+    for (int member = 0; member < lane->leader.agree.config.member_count; member++) {
+        struct hr_link *link = hr_leader_link_of(&lane->leader, member);
+        const int is_meant = stalled != NULL ? hr_stall_is_waited_for(lane, stalled, member)
+                                             : link != NULL || !hr_stall_is_waiting(lane, member);
+        if (is_meant && link == NULL) {
+            hr_node_ask(lane->node, lane->team->index_of_local[member]);
+        } else if (is_meant && link->open) {
             (void)hr_frame_put(&link->out, &question); /* a question is not worth the end of the job */
         }
     }

@@ -47,5 +47,14 @@ struct hr_request *hr_port_find_name(struct hr_port *port, struct hr_wire_text n
  * so that none gets into the queue.
  */
 void hr_port_drop_refusals(struct hr_port *port, int only_behind);
+/* The calling thread has submitted something, or waits. */
+void hr_requests_note_caller(struct hr_requests *requests);
+/*
+ * Whether the request may be the next one of its name, behind refusals or alone; it is in flight: HORO_OK or
+ * HORO_ERR_RESOURCE; it is no longer, and the one behind it takes its place.
+ */
+int hr_port_is_next(struct hr_request *request);
+hr_status hr_port_add(struct hr_requests *requests, struct hr_request *request);
+void hr_port_remove(struct hr_requests *requests, const struct hr_request *request);
 
 #endif

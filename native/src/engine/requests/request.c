@@ -7,7 +7,7 @@
 #include "base/clock.h"
 #include "base/map.h"
 #include "base/traits.h"
-#include "engine/requests/private.h"
+#include "engine/requests/requests.h"
 
 /* ---- A request from the caller: checked, copied, encoded ---- */
 

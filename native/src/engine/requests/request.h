@@ -79,9 +79,9 @@ struct hr_request {
     struct hr_request *behind;    /* of a refusal: the next call of its name, which is queued when this one is done */
     int is_behind;                /* under the lock: it is such a call */
     int misfit;                   /* 1 + the first tensor whose output is not as long as its result; 0: there is none */
-    int answer; /* once done: of a join the rank that joined last, of a new process set its id; -1: none */
+    int answer; /* once done: see horo_answer; -1: none */
     int team_size, team_rank; /* of its own team, and of this rank there */
-    int is_returned;          /* under the lock: results are on their way to the GPU */
+    int is_returned;          /* under the lock of stagings: results are on their way to the GPU */
 };
 
 /*

@@ -24,7 +24,9 @@ struct hr_callers {
 struct hr_place {
     int is_used;
     int32_t id;           /* of the process set, or of the next one; negative: the number has no more ids */
-    struct hr_port *port; /* NULL: this rank is no member. Written by the driver with the lock held */
+    struct hr_port *port; /* NULL: this rank is no member. Written by the driver with the lock held, as what follows */
+    int has_local;        /* there are members on this host */
+    uint32_t cleanings;   /* of its partition that all removals executed here come to, see hr_partition_leave */
 };
 
 /* Under the lock, but for atomics. */
@@ -92,11 +94,15 @@ int hr_requests_fail_all(struct hr_requests *requests);
 
 /* With the lock held; NULL if there is none. */
 struct hr_request *hr_requests_find(const struct hr_requests *requests, int64_t handle);
-/* As horo_wait_any, horo_error, horo_take, horo_release and horo_callers. */
+/* A call works on a request, which stays until it is let go, whoever releases the handle; NULL: there is none. */
+struct hr_request *hr_requests_hold(struct hr_requests *requests, int64_t handle);
+void hr_requests_let_go(struct hr_requests *requests, struct hr_request *request);
+/* As horo_wait_any, horo_error, horo_take_result, horo_answer, horo_release and horo_callers. */
 int hr_requests_wait_any(struct hr_requests *requests, const int64_t *handles, int32_t count, int32_t timeout_ms);
 hr_status hr_requests_error(struct hr_requests *requests, int64_t handle, char *text, size_t text_bytes);
 hr_status hr_requests_take(struct hr_requests *requests, int64_t handle, int32_t index, void **data, int64_t *bytes,
                            int64_t *first_dims);
+int hr_requests_answer(struct hr_requests *requests, int64_t handle);
 hr_status hr_requests_release(struct hr_requests *requests, int64_t handle);
 int32_t hr_requests_callers(struct hr_requests *requests, uint64_t *threads, int32_t capacity);
 /*

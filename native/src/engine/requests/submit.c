@@ -11,7 +11,7 @@
 #include <string.h>
 
 #include "base/traits.h"
-#include "engine/requests/private.h"
+#include "engine/requests/requests.h"
 #include "node/end.h"
 
 void hr_requests_init(struct hr_requests *requests, struct hr_drive *drive) {
@@ -80,9 +80,6 @@ static void describe(struct hr_recorder *recorder, const struct hr_request *requ
 
 void hr_requests_note_batch(const struct hr_requests *requests, struct hr_request *const *batch, size_t count,
                             uint64_t bytes) {
-    if (count == 0) {
-        return;
-    }
     struct hr_recorder *recorder = &requests->node->recorder;
     const uint64_t ticks = hr_ticks(); /* one look at the counter for all */
     note_all(recorder, HORO_EVENT_AGREED, batch, count, HORO_OK, ticks);
@@ -187,16 +184,15 @@ int hr_requests_fail_all(struct hr_requests *requests) {
     }
     hr_drive_lock(requests->drive);
     struct hr_request *request = oldest_of_all(requests);
-    hr_drive_unlock(requests->drive);
     if (request == NULL) {
+        hr_drive_unlock(requests->drive);
         return 0;
     }
     char text[HORO_MESSAGE_MAX];
     const struct hr_abort end = hr_end_find(requests->node);
     hr_end_show(requests->node);
-    hr_drive_lock(requests->drive);
     hr_requests_describe_end(requests, end, NULL, text, sizeof text);
-    while ((request = oldest_of_all(requests)) != NULL) {
+    for (; request != NULL; request = oldest_of_all(requests)) {
         hr_requests_complete_locked(requests, request, end.code, text);
         /* The call behind it has gone into the queue, and may be the next one that is freed. */
         requests->queue_head = NULL;

@@ -2,7 +2,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "engine/requests/private.h"
+#include "engine/requests/requests.h"
 
 /* ---- The threads that call ---- */
 
@@ -125,6 +125,22 @@ static void end_call(struct hr_requests *requests, struct hr_request *unowned) {
     hr_drive_unlock(requests->drive);
 }
 
+struct hr_request *hr_requests_hold(struct hr_requests *requests, int64_t handle) {
+    hr_drive_lock(requests->drive);
+    struct hr_request *request = hr_requests_find(requests, handle);
+    if (request != NULL) {
+        requests->calls++;
+        request->owners++;
+    }
+    hr_drive_unlock(requests->drive);
+    return request;
+}
+
+void hr_requests_let_go(struct hr_requests *requests, struct hr_request *request) {
+    hr_drive_lock(requests->drive);
+    end_call(requests, --request->owners == 0 ? request : NULL);
+}
+
 int hr_requests_wait(struct hr_requests *requests, int64_t *handle, int32_t timeout_ms, enum hr_wait_end end,
                      char *text, size_t text_bytes) {
     hr_drive_lock(requests->drive);
@@ -219,6 +235,15 @@ hr_status hr_requests_take(struct hr_requests *requests, int64_t handle, int32_t
     }
     hr_drive_unlock(requests->drive);
     return status;
+}
+
+int hr_requests_answer(struct hr_requests *requests, int64_t handle) {
+    hr_drive_lock(requests->drive);
+    const struct hr_request *request = hr_requests_find(requests, handle);
+    const int has_ended_well = request != NULL && atomic_load(&request->status) == HORO_OK;
+    const int answer = has_ended_well && request->answer >= 0 ? request->answer : HORO_ERR_USAGE;
+    hr_drive_unlock(requests->drive);
+    return answer;
 }
 
 hr_status hr_requests_release(struct hr_requests *requests, int64_t handle) {

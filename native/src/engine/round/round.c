@@ -198,27 +198,18 @@ static uint8_t *data_of(const struct hr_carry *carry, int member) {
 }
 
 void hr_carry_fini(struct hr_carry *carry) {
-    free(carry->has);
-    free(carry->data);
     free((void *)carry->contributions);
-    *carry = (struct hr_carry){.members = carry->members};
-}
-
-static int allocate(struct hr_carry *carry) {
-    const size_t members = (size_t)carry->members;
-    carry->data = malloc(members * HR_CARRIED_MAX);
-    carry->has = calloc(members, sizeof *carry->has);
-    carry->contributions = calloc(members, sizeof *carry->contributions);
-    if (carry->data == NULL || carry->has == NULL || carry->contributions == NULL) {
-        hr_carry_fini(carry);
-        return 0;
-    }
-    return 1;
 }
 
 void hr_carry_add(struct hr_carry *carry, int member, uint32_t id, const void *data, size_t bytes) {
-    if (carry->data == NULL && !allocate(carry)) {
-        return;
+    const size_t members = (size_t)carry->members;
+    if (carry->contributions == NULL) {
+        carry->contributions = calloc(members, sizeof *carry->contributions + HR_CARRIED_MAX + sizeof *carry->has);
+        if (carry->contributions == NULL) {
+            return;
+        }
+        carry->data = (uint8_t *)(carry->contributions + members);
+        carry->has = carry->data + members * HR_CARRIED_MAX;
     }
     if (carry->id == 0) {
         carry->id = id;

@@ -89,9 +89,9 @@ struct hr_carry {
     uint32_t id;   /* of the tensor; 0: there is no data */
     size_t bytes;  /* of each member */
     int count;     /* members whose data is there */
-    uint8_t *has;  /* [members] */
-    uint8_t *data; /* [members][HR_CARRIED_MAX] */
-    const void **contributions; /* [members] of it; scratch */
+    const void **contributions; /* [members] of the data; scratch. With it the arrays below; NULL: not needed yet */
+    uint8_t *data;              /* [members][HR_CARRIED_MAX] */
+    uint8_t *has;               /* [members] */
 };
 
 /* Data of a member. Dropped where another tensor's is there already, or there is no memory for it. */
