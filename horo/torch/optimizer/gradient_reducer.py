@@ -55,6 +55,8 @@ class GradientReducer(abc.ABC):
     leaves_unused: ClassVar[bool]
     """Whether the gradient of a parameter that no rank has used stays None; else it becomes zeros."""
     undo_step: Callable[[], None] | None = None
+    is_inside_step = False
+    """Whether a ``step()`` ends that another one has called; with ``sharding=`` only."""
 
     def __init__(self, membership: Membership, groups: Sequence[Sequence[torch.Tensor]]) -> None:
         self.membership = membership
@@ -258,6 +260,8 @@ class GradientReducer(abc.ABC):
 
     def after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A torch step post-hook."""
+        if self.is_inside_step:  # torch has put hooks around it where its class was used before, so on some ranks
+            return
         self.is_reduced = False
         if not self.steps_alone:  # else it is a step of this rank alone
             self.submitter.progress.reductions = 0

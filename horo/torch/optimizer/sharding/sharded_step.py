@@ -109,7 +109,7 @@ class _ShardedStep:
 
     def begin_call(self) -> None:
         """Called before a call of ``step()`` that is in no other one."""
-        self._depth = 0
+        self._depth, self._reducer.is_inside_step = 0, False
 
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A torch step pre-hook, behind the reducer's and the user's; with a closure, the window opens behind that.
@@ -145,6 +145,7 @@ class _ShardedStep:
             GroupError: A rank is lost or has shut down.
         """
         self._depth -= 1
+        self._reducer.is_inside_step = self._depth > 0
         if self._depth or not self._is_open:
             return
         meeting, placement, state = self._parts()
