@@ -1,6 +1,6 @@
 """Time of a training step with sharding="optimizer" and without, beside processes that do not communicate.
 
-    python benchmarks/sharded_step.py                                       MLP, ResNet-50 and a transformer, two ranks
+    python benchmarks/sharded_step.py                                       four models, two ranks
     python benchmarks/sharded_step.py --models mlp --optimizers adam --rounds 15 --json out.json
 
 The share is the time of the ceiling, which waits for the slowest rank in each step, over the time of the contestant,
@@ -36,7 +36,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time of a training step with and without sharding of the optimizer.")
     options.add(parser, contestants="horo", rounds=9)
     known = ", ".join(models.RECIPES)
-    parser.add_argument("--models", default="mlp,resnet50,transformer", help=f"some of {known} (default: %(default)s)")
+    parser.add_argument("--models", default="mlp,resnet50,transformer,recommender", help=f"some of {known} (default: %(default)s)")
     parser.add_argument("--optimizers", default="sgd,adamw,adam", help=f"some of {', '.join(OPTIMIZERS)}")
     parser.add_argument("--sharding", default="none,optimizer", help="some of %(default)s")
     parser.set_defaults(turn_ms=1000)

@@ -31,7 +31,7 @@ class FabricStrategy(Member):
         checkpoint_io: As for other strategies of Lightning.
         precision: As for other strategies of Lightning.
         options: Of ``hvd.DistributedOptimizer``: ``compression``, ``op``, ``gradient_predivide_factor``, ``groups``,
-            ``sparse_as_dense``.
+            ``sparse_as_dense``, ``sharding``.
 
     Raises:
         UsageError: An argument is something else; ``devices`` or ``num_nodes`` contradict the launcher.

@@ -13,7 +13,7 @@ from horo.errors import UsageError
 
 __all__ = ["accumulate_locally", "check_options", "distribute", "scale_learning_rates"]
 
-_OPTIONS = ("compression", "op", "gradient_predivide_factor", "groups", "sparse_as_dense")
+_OPTIONS = ("compression", "op", "gradient_predivide_factor", "groups", "sparse_as_dense", "sharding")
 
 
 def check_options(options: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class TrainerStrategy(Member):
         checkpoint_io: As for other strategies of Lightning.
         precision_plugin: As for other strategies of Lightning.
         options: Of ``hvd.DistributedOptimizer``: ``compression``, ``op``, ``gradient_predivide_factor``, ``groups``,
-            ``sparse_as_dense``.
+            ``sparse_as_dense``, ``sharding``.
 
     Raises:
         UsageError: An argument is something else; ``devices`` or ``num_nodes`` contradict the launcher.

@@ -170,6 +170,15 @@ def case_old_name_and_an_object_with_options_select_the_strategy(_: Path) -> Non
     check_equals_one_process(strategy=given)
 
 
+def case_ranks_step_shares_and_a_checkpoint_of_them_is_one_of_all(folder: Path) -> None:
+    def strategy() -> Any:
+        return horo.lightning.HoroStrategy(sharding="optimizer")
+
+    assert hasattr(fit(Module(), strategy=strategy()).optimizers[0], "_sharded_step")
+    check_equals_one_process(strategy=strategy(), accumulate_grad_batches=2, gradient_clip_val=0.5)
+    case_one_checkpoint_and_a_resumed_run_is_one_that_went_on(folder, strategy)
+
+
 def case_bf16_mixed_keeps_ranks_equal(_: Path) -> None:
     module = Module()
     fit(module, precision="bf16-mixed")
@@ -353,15 +362,15 @@ def case_two_optimizers_by_hand(_: Path) -> None:
         torch.testing.assert_close(values(net.parameters()), expected, rtol=1e-5, atol=1e-6)
 
 
-def case_one_checkpoint_and_a_resumed_run_is_one_that_went_on(folder: Path) -> None:
+def case_one_checkpoint_and_a_resumed_run_is_one_that_went_on(folder: Path, strategy: Callable[[], Any] = lambda: "horo") -> None:
     whole = Validated()
     trained = fit(whole, data(), data(), max_epochs=3)
     saving = ModelCheckpoint(folder, monitor="loss", save_top_k=1)
-    fit(Validated(), data(), data(), enable_checkpointing=True, callbacks=[saving])
+    fit(Validated(), data(), data(), strategy=strategy(), enable_checkpointing=True, callbacks=[saving])
     assert hvd.allgather_object(saving.best_model_path) == [saving.best_model_path] * 2
     assert [file.name for file in folder.iterdir()] == [Path(saving.best_model_path).name]
     module = Validated()
-    trainer = pl.Trainer(**QUIET, strategy="horo", max_epochs=3)
+    trainer = pl.Trainer(**QUIET, strategy=strategy(), max_epochs=3)
     trainer.fit(module, data(), data(), ckpt_path=saving.best_model_path)
     assert trainer.global_step == trained.global_step == 12
     rates = [run.optimizers[0].param_groups[0]["lr"] for run in (trainer, trained)]
