@@ -212,3 +212,14 @@ def test_who_has_joined_has_submitted_all(judges: list[Judge], submitted: list[l
     for rank, hashes in enumerate(reports):
         judges[1].note(blocked(rank, f"'{rank}'", hashes, size=4))
     assert judges[1].verdict() == ((NONE, "") if can_finish else (ASK, ""))
+
+
+@pytest.mark.timeout(60)
+def test_a_judgement_of_many_names_takes_no_time_in_which_rank_0_is_silent(native: ModuleType) -> None:
+    """Name by name, this would take minutes, in which nobody reads the control links."""
+    size, names = 64, [*range(1, 20_001)]
+    judge = Judge(native, size)
+    for rank in range(size):
+        judge.note(blocked(rank, "'a'", names if rank else [1 << 40], size=size))
+    assert judge.verdict() == (ASK, "")
+    judge.close()

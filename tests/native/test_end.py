@@ -108,6 +108,14 @@ def test_the_first_death_stays_the_cause() -> None:
             assert str(group.contexts[0].health()).startswith("rank 1 (host0) is gone")
 
 
+def test_the_first_end_stays_the_cause() -> None:
+    with Group([3]) as group:
+        group.run(lambda rank: rank.barrier())
+        for ender in (1, 2):
+            group.contexts[ender].end(WORDS)
+            assert str(group.contexts[0].health()).startswith("rank 1 (host0) ended with")
+
+
 @pytest.mark.parametrize(("hosts", "ender"), [([1, 1], 1), ([1, 1], 0), ([2, 2], 2), ([2], 1)], ids=str)
 def test_the_words_arrive_also_where_the_rank_leaves_right_after(hosts: list[int], ender: int) -> None:
     for _ in range(30):

@@ -1,10 +1,12 @@
 /* Takes records out of the log and runs them: the requests of this rank that they mean, and the batches of these. */
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "arena/arena.h"
 #include "backend/carried.h"
+#include "base/cut.h"
 #include "base/traits.h"
 #include "engine/group/lane.h"
 #include "engine/requests/requests.h"
@@ -186,7 +188,8 @@ static int run_batch(struct hr_lane *lane, struct hr_wire_rows rows) {
     struct hr_request *first = batch->requests[0];
     if (hr_op_is(first->call.op, HR_OP_OF_TEAMS) || hr_op_is(first->call.op, HR_OP_LAST)) {
         const uint8_t *cursor = rows.data;
-        first->answer = rows.count == 1 ? (int)hr_wire_next_row(&cursor) : -1;
+        /* a row beyond int becomes INT_MAX, which is no rank */
+        first->answer = rows.count == 1 ? (int)hr_smaller((size_t)hr_wire_next_row(&cursor), INT_MAX) : -1;
         executor->state = HR_EXECUTION_CHANGING;
         return batch->request_count == 1 ? HORO_OK : HORO_ERR_INTERNAL;
     }

@@ -97,19 +97,32 @@ static int next_lane(struct walk *walk, struct hr_wire_lane *lane) {
 struct team {
     uint32_t members, reports, with_all;
     uint64_t executed;
-    int is_looked_at;
 };
+
+struct submitted {
+    uint64_t hash;
+    uint32_t team;
+    int has_all; /* submitted by a rank that has submitted all names: it counts by itself */
+};
+
+static int compare(const void *a, const void *b) {
+    const struct submitted *one = a;
+    const struct submitted *two = b;
+    if (one->team != two->team) {
+        return one->team < two->team ? -1 : 1;
+    }
+    return one->hash < two->hash ? -1 : one->hash > two->hash;
+}
 
 /* All together, that the ranks wait for. */
 struct awaited {
     size_t names, sends, receives;
 };
 
-/* Whether its rank has submitted a name, or all of them, for it has joined the team. */
-static int has(const struct hr_wire_lane *lane, uint64_t name) {
+/* Whether its rank counts as one that has submitted all names, for it has joined the team. */
+static int has_all(const struct hr_wire_lane *lane) {
     for (uint32_t k = 0; k < lane->count; k++) {
-        const uint64_t hash = hr_wire_u64(lane->hashes, k);
-        if (hash == name || hash == HR_WIRE_ALL_NAMES) {
+        if (hr_wire_u64(lane->hashes, k) == HR_WIRE_ALL_NAMES) {
             return 1;
         }
     }
@@ -129,7 +142,7 @@ static int add_up(const struct hr_deadlock *deadlock, struct team *teams, struct
         if (team->members != lane.members || team->executed != lane.executed) {
             return 0;
         }
-        team->with_all += (uint32_t)has(&lane, HR_WIRE_ALL_NAMES);
+        team->with_all += (uint32_t)has_all(&lane);
         awaited->names += lane.count;
     }
     for (int i = 0; i < HORO_TEAMS_MAX; i++) {
@@ -177,41 +190,39 @@ static int can_move(const struct hr_deadlock *deadlock, struct awaited *awaited)
     return is_matched || sent != received;
 }
 
-static int have_all(const struct hr_deadlock *deadlock, uint32_t team, uint64_t name) {
-    struct walk walk = {.deadlock = deadlock};
-    struct hr_wire_lane lane;
-    while (next_lane(&walk, &lane)) {
-        if (lane.team == team && !has(&lane, name)) {
-            return 0;
-        }
-    }
-    return 1;
-}
-
-/* Whether all members of a team have submitted some name, or joined. Or the same of a send and a receive. */
+/*
+ * Whether all members of a team have submitted some name, or joined; a rank submits it once at a time. Or the same of a
+ * send and a receive. Names are sorted: ranks may have ten thousand each.
+ */
 static int can_finish(const struct hr_deadlock *deadlock, struct awaited *awaited) {
     struct team teams[HORO_TEAMS_MAX] = {{0}};
     if (!add_up(deadlock, teams, awaited) || can_move(deadlock, awaited) ||
         awaited->names + awaited->sends + awaited->receives == 0) {
         return 1;
     }
+    struct submitted *all = calloc(awaited->names + 1, sizeof *all);
+    if (all == NULL) {
+        return 1; /* nothing is said that is not known */
+    }
     struct walk walk = {.deadlock = deadlock};
     struct hr_wire_lane lane;
-    while (next_lane(&walk, &lane)) {
-        struct team *team = &teams[lane.team];
-        const int all_have_all = team->with_all == team->members;
-        if (team->is_looked_at || (has(&lane, HR_WIRE_ALL_NAMES) && !all_have_all)) {
-            continue;
-        }
-        team->is_looked_at = !all_have_all; /* not all have submitted what this rank has not */
+    for (struct submitted *next = all; next_lane(&walk, &lane);) {
+        const int all_names = has_all(&lane);
         for (uint32_t k = 0; k < lane.count; k++) {
-            const uint64_t name = hr_wire_u64(lane.hashes, k);
-            if (name != HR_WIRE_ALL_NAMES && have_all(deadlock, lane.team, name)) {
-                return 1;
-            }
+            *next++ = (struct submitted){.hash = hr_wire_u64(lane.hashes, k), .team = lane.team, .has_all = all_names};
         }
     }
-    return 0;
+    qsort(all, awaited->names, sizeof *all, compare);
+    int is_complete = 0;
+    uint32_t others = 0; /* that have submitted this name, and not all */
+    for (size_t i = 0; i < awaited->names; i++) {
+        const struct team *team = &teams[all[i].team];
+        others = i > 0 && compare(&all[i - 1], &all[i]) == 0 ? others : 0;
+        others += all[i].has_all == 0;
+        is_complete |= all[i].hash != HR_WIRE_ALL_NAMES && others + team->with_all >= team->members;
+    }
+    free(all);
+    return is_complete;
 }
 
 /* ---- The sentence ---- */
