@@ -105,6 +105,10 @@ class MetricsServer:
         self._listener.setblocking(False)
         loop.watch(self._listener.fileno(), read=self._accept)
 
+    def show(self, counts: Mapping[int, RankSummary], names: Mapping[int, str], word: str) -> None:
+        """Replaces the page; the arguments are those of ``exposition``."""
+        self.text = exposition(counts, names, word)
+
     def close(self) -> None:
         """Closes the port and all connections."""
         self._loop.watch(self._listener.fileno())

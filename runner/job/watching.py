@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from horo.runner.agent.ranks import Event, Exited, Noted, Wrote
 from horo.runner.job.attach_server import AttachServer
 from horo.runner.job.live import Progress, line
-from horo.runner.job.metrics import MetricsServer, exposition
 
 if TYPE_CHECKING:
     from horo.runner.agent.rank_reports import NoteReader
     from horo.runner.config import Job
     from horo.runner.job.console import Console
+    from horo.runner.job.metrics import MetricsServer
     from horo.runner.loop import Loop, Timer
 
 __all__ = ["RanksSeen", "Watched", "Watching"]
@@ -64,7 +64,11 @@ class Watching:
         self._loop, self._console, self._seen = loop, console, seen
         self._progress = Progress(seen.word)
         self._is_live = job.live
-        self._metrics = None if job.metrics is None else MetricsServer(loop, *job.metrics)
+        self._metrics: MetricsServer | None = None
+        if job.metrics is not None:
+            from horo.runner.job.metrics import MetricsServer  # noqa: PLC0415 - Python's HTTP takes longer than all of horo
+
+            self._metrics = MetricsServer(loop, *job.metrics)
         self._attached = AttachServer(loop, self._on_attached, self._show_stacks)
         self._asked: list[Watched] = []
         """Hosts that have been asked for counts."""
@@ -123,7 +127,7 @@ class Watching:
         if self._attached.is_watched:
             self._attached.show(line(self._progress, now_s, _ATTACHED_WIDTH))
         if self._metrics is not None:
-            self._metrics.text = exposition(self._progress.counts, self._seen.names, self._seen.word)
+            self._metrics.show(self._progress.counts, self._seen.names, self._seen.word)
         self._on_attached()
 
     def _show(self, now_s: float) -> None:

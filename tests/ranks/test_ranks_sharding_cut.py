@@ -4,15 +4,18 @@ from __future__ import annotations  # ranks get functions without what classes i
 
 import copy
 import os
+import signal
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from rank_pool import on, on_own
+from rank_pool import RankPool, on, on_own
 from small_model import (
     Pair,
     assert_pair_is_alike,
     assert_same_bits,
+    assert_same_state,
     bits_of,
     cutting,
     make_loss,
@@ -22,7 +25,8 @@ from small_model import (
 )
 
 import horo.torch as hvd
-from horo.errors import AbortedError, UsageError
+from horo.errors import AbortedError, PeerLostError, UsageError
+from horo.torch.optimizer.sharding.meeting import Meeting
 
 
 def _model() -> torch.nn.Module:
@@ -125,9 +129,11 @@ def test_a_script_that_writes_state_and_reads_it_before_the_next_step() -> None:
     with cutting():
         pair = _pair()
         for _, optimizer in pair:
-            for entries in optimizer.state.values():
-                entries["exp_avg"].mul_(0.5)
-                entries["step"].fill_(7.0)
+            for rank in range(hvd.size()):  # one after the other: a later one would see what an earlier one wrote
+                for entries in optimizer.state.values() if rank == hvd.rank() else ():
+                    entries["exp_avg"].mul_(0.5)
+                    entries["step"].add_(5.0)
+                hvd.barrier()
             found = optimizer.state_dict()["state"]
             assert all(entries["step"] == 7.0 for entries in found.values())
         assert_pair_is_alike(pair)
@@ -157,3 +163,60 @@ def test_a_later_job_and_a_child_have_their_own() -> None:
         hvd.init()
         train_pair(pair, range(4, 7))
     assert_pair_is_alike(pair)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "Adam"])
+@on("ranks2")
+def test_a_parameter_whose_gradient_is_sparse_later_is_no_longer_cut(kind: str) -> None:
+    def make() -> torch.nn.Module:
+        torch.manual_seed(1)
+        return torch.nn.ModuleList([torch.nn.Embedding(50, 8, sparse=True), torch.nn.Linear(8, 2)])
+
+    def take(model: Any, optimizer: Any, step: int) -> None:
+        optimizer.zero_grad()
+        rows = model[0](torch.arange(3) + hvd.rank() + step) if step else torch.ones(3, 8)
+        model[1](rows).square().sum().backward()
+        optimizer.step()
+
+    with cutting():
+        pair = make_pair(lambda parameters: getattr(torch.optim, kind)(parameters, lr=0.1), make)
+        for model, optimizer in pair:
+            take(model, optimizer, 0)
+        assert any(there.block.shares for there in pair[0][1]._sharded_step._placement.placed.values())
+        for model, optimizer in pair:
+            if kind == "Adam":
+                with pytest.raises((AbortedError, RuntimeError), match=r"Adam does not support sparse gradients"):
+                    take(model, optimizer, 1)
+            else:
+                for step in range(1, 4):
+                    take(model, optimizer, step)
+    if kind != "Adam":
+        assert_pair_is_alike(pair)
+
+
+def test_a_rank_that_dies_behind_a_step_leaves_the_state_of_that_step() -> None:
+    def check() -> None:
+        with cutting():
+            (model, optimizer), (plain, its) = _pair()
+            optimizer.load_state_dict(copy.deepcopy(its.state_dict()))
+            take_steps(plain, its, range(2, 3))
+            optimizer.zero_grad()
+            make_loss(model, hvd.rank(), 2).backward()
+            if hvd.rank() == 2:
+                meet = Meeting.meet
+
+                def die(self: Meeting, what: str, *flags: bool) -> list[int]:
+                    if what == "exit":
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return meet(self, what, *flags)
+
+                with patch.object(Meeting, "meet", die):
+                    optimizer.step()
+            with pytest.raises(PeerLostError, match=r"all parameters are of the same step"):
+                optimizer.step()
+            hvd.shutdown()
+            assert bits_of(model) == bits_of(plain)
+            assert_same_state(optimizer.state_dict(), its.state_dict())
+
+    with RankPool(3) as pool:
+        pool.run_each(check, [()] * 3, lost=[2])

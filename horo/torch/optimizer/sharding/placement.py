@@ -47,8 +47,8 @@ class Placed(NamedTuple):
 
     def part_of_gradient(self, gradient: torch.Tensor, index: int) -> torch.Tensor:
         """The part of a cut parameter's gradient by which that rank steps; in its memory, if that is laid out alike."""
-        if gradient.layout is not torch.strided or gradient.stride() != self.view.stride() or not is_dense(gradient):
-            gradient = torch.empty_like(self.view, dtype=gradient.dtype).copy_(gradient.to_dense())
+        if gradient.stride() != self.view.stride() or not is_dense(gradient):
+            gradient = torch.empty_like(self.view, dtype=gradient.dtype).copy_(gradient)
         return self.block.part(gradient, index)
 
 
@@ -88,12 +88,15 @@ class ParameterPlacement:
         self._is_warned = False
 
     def moved(self, states: Iterable[ParameterState]) -> list[ParameterState]:
-        """The parameters that are not in place: not placed yet, or their data was reassigned."""
+        """The parameters that are not in place: not placed yet, their data was reassigned, or they are cut and have
+        sparse gradients, by which some optimizers step otherwise or not at all."""
         placed = self.placed
         return [
             state
             for state in states
-            if (there := placed.get(state)) is None or state.parameter.data_ptr() != there.address
+            if (there := placed.get(state)) is None
+            or state.parameter.data_ptr() != there.address
+            or (there.block.shares and _is_sparse(state.parameter))
             if state.parameter.numel()
         ]
 
@@ -242,6 +245,8 @@ class ParameterPlacement:
         for state in states:
             there = self.placed.get(state)
             if there is None or _likeness(there.alias) != described[state.name].likeness:
+                continue
+            if there.block.shares and not described[state.name].may_be_cut:
                 continue
             block, alias = there.block, there.alias
             if there.view.data_ptr() != there.address:
@@ -414,8 +419,12 @@ def _extent(parameter: torch.Tensor) -> tuple[int, int]:
 def _steps_elements(parameter: torch.Tensor) -> bool:
     """Whether a step of a part of it has the bits of one of all: its gradient has all its rows, and no short dtype,
     which torch rounds otherwise at the ends of what a thread works on."""
-    is_sparse = parameter.grad is not None and parameter.grad.layout is not torch.strided
-    return parameter.requires_grad and parameter.dtype in (torch.float32, torch.float64) and not is_sparse
+    is_long = parameter.dtype in (torch.float32, torch.float64)
+    return parameter.requires_grad and is_long and not _is_sparse(parameter)
+
+
+def _is_sparse(parameter: torch.Tensor) -> bool:
+    return parameter.grad is not None and parameter.grad.layout is not torch.strided
 
 
 def _equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:

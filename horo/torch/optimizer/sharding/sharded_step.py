@@ -156,6 +156,7 @@ class _ShardedStep:
         self._give_back()
         is_new = state.keep(optimizer, placement.placed)
         if not is_new:
+            self._cut = []  # state is whole again, also if a rank is lost from now on
             self._window.close()
         try:
             failed, is_new_anywhere = meeting.meet("exit", False, is_new)
@@ -294,7 +295,7 @@ class _ShardedStep:
 
     def _settled(self) -> str:
         """Waits until no rank of this host writes; returns the outcome of the step, empty if it has not begun."""
-        _, placement, _ = self._parts()
+        _, placement, state = self._parts()
         window = placement.window
         if window is None or not placement.placed:  # lost while parameters moved for the first time
             return ""
@@ -304,6 +305,11 @@ class _ShardedStep:
         unfinished = [index for index, done in enumerate(stepped) if not done]
         missing = [item for item in placed if any(item.block.is_written_by(index) for index in unfinished)]
         if not missing:
+            if self._may_write_all:
+                placement.show()
+            optimizer = self._optimizer()
+            if optimizer is not None:
+                state.show(optimizer, self._states_before)
             return "optimizer.step() had been done on this host: all parameters are of the same step"
         if all(done is False for done in stepped) and len(missing) == len(placed):
             return ""

@@ -131,11 +131,11 @@ class StatePlacement:
         }
 
     def take_written(self) -> None:
-        """Called when the window opens: what the script has written into cut entries counts, since all ranks have."""
+        """Called when the window opens: what the script has written into state of cut parameters counts: all have."""
         if self._is_cut_written():  # the kernel has copied whole pages, also of parts of others
             for entries in self._entries.values():
                 for entry in entries.values():
-                    if type(entry) is _Entry and entry.told.is_cut and entry.part is not None:
+                    if type(entry) is _Entry and entry.part is not None and entry.part is not entry.own:
                         entry.part.copy_(entry.block.part(entry.own, self._meeting.index))
 
     def _is_cut_written(self) -> bool:
@@ -268,15 +268,16 @@ class StatePlacement:
                 pages, blocks = self._memory.append([want for _, _, want in chosen])
                 parts.append(pages)
                 for (state, key, _), block in zip(chosen, blocks, strict=True):
-                    new[state][key] = self._entry(changed[state.name][key], block)
+                    new[state][key] = self._entry(changed[state.name][key], block, placed[state])
         return new
 
-    def _entry(self, told: _Tensor, block: Block) -> _Entry:
+    def _entry(self, told: _Tensor, block: Block, there: Placed) -> _Entry:
         index = self._meeting.index
-        is_own = block.owner == index and not told.is_cut
+        # A script that writes what others step by, too, as the first owner of a cut parameter, writes into its view.
+        is_own = block.owner == index and not there.block.shares
         own = block.tensor(told.like(), alias=is_own).requires_grad_(told.requires_grad)
-        if not told.is_cut:
-            return _Entry(told, block, own, own if is_own else None)
+        if is_own:
+            return _Entry(told, block, own, own)
         part = block.part(block.tensor(told.like(), alias=True), index) if block.is_written_by(index) else None
         return _Entry(told, block, own, part)
 
