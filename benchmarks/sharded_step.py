@@ -36,7 +36,8 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time of a training step with and without sharding of the optimizer.")
     options.add(parser, contestants="horo", rounds=9)
     known = ", ".join(models.RECIPES)
-    parser.add_argument("--models", default="mlp,resnet50,transformer,recommender", help=f"some of {known} (default: %(default)s)")
+    default = "mlp,resnet50,transformer,recommender"
+    parser.add_argument("--models", default=default, help=f"some of {known} (default: %(default)s)")
     parser.add_argument("--optimizers", default="sgd,adamw,adam", help=f"some of {', '.join(OPTIMIZERS)}")
     parser.add_argument("--sharding", default="none,optimizer", help="some of %(default)s")
     parser.set_defaults(turn_ms=1000)

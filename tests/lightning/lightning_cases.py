@@ -362,7 +362,9 @@ def case_two_optimizers_by_hand(_: Path) -> None:
         torch.testing.assert_close(values(net.parameters()), expected, rtol=1e-5, atol=1e-6)
 
 
-def case_one_checkpoint_and_a_resumed_run_is_one_that_went_on(folder: Path, strategy: Callable[[], Any] = lambda: "horo") -> None:
+def case_one_checkpoint_and_a_resumed_run_is_one_that_went_on(
+    folder: Path, strategy: Callable[[], Any] = lambda: "horo"
+) -> None:
     whole = Validated()
     trained = fit(whole, data(), data(), max_epochs=3)
     saving = ModelCheckpoint(folder, monitor="loss", save_top_k=1)

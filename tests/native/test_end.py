@@ -4,6 +4,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -108,12 +109,9 @@ def test_the_first_death_stays_the_cause() -> None:
             assert str(group.contexts[0].health()).startswith("rank 1 (host0) is gone")
 
 
-def test_the_first_end_stays_the_cause() -> None:
-    with Group([3]) as group:
-        group.run(lambda rank: rank.barrier())
-        for ender in (1, 2):
-            group.contexts[ender].end(WORDS)
-            assert str(group.contexts[0].health()).startswith("rank 1 (host0) ended with")
+def test_the_first_end_stays_the_cause(native: ModuleType) -> None:
+    """The one above seldom has two ranks write an end."""
+    assert native.lib.shim_arena_cause_of_two() == 1
 
 
 @pytest.mark.parametrize(("hosts", "ender"), [([1, 1], 1), ([1, 1], 0), ([2, 2], 2), ([2], 1)], ids=str)

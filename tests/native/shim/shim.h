@@ -19,6 +19,9 @@ int shim_arena_clear_sleeping(void *memory, int local_size, uint64_t segment_byt
 uint64_t shim_arena_requests_written(void *memory, int local_size, uint64_t segment_bytes, int local_rank);
 uint64_t shim_arena_request_ring_bytes(void);
 
+/* The rank that an end word names after rank 1 and then rank 2 were written there. */
+int shim_arena_cause_of_two(void);
+
 /* ---- Contention ---- */
 
 /*

@@ -34,3 +34,11 @@ uint64_t shim_arena_requests_written(void *memory, int local_size, uint64_t segm
 uint64_t shim_arena_request_ring_bytes(void) {
     return HR_REQUEST_RING_BYTES;
 }
+
+int shim_arena_cause_of_two(void) {
+    _Atomic uint64_t end_word = 0;
+    for (int rank = 1; rank <= 2; rank++) {
+        hr_arena_end_once(&end_word, (struct hr_abort){.code = HORO_ERR_PEER_LOST, .rank = rank, .by = 0});
+    }
+    return hr_arena_end_of(&end_word).rank;
+}
