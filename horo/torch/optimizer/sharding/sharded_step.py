@@ -168,8 +168,8 @@ class _ShardedStep:
             self._tear(str(error))
             self.leave()  # ranks may have laid out different memory
             raise
-        self._cut = []
         if is_new:
+            self._cut = []
             self._window.close()
         count_change(others)
         if self._may_write_all:
@@ -223,12 +223,13 @@ class _ShardedStep:
                 if gradient is None and not self._may_write_all:
                     continue
                 self._writing.append(there)
-                if there.block.shares:
-                    self._cut.append((there, gradient, state.narrow(optimizer, there)))
-                    parameter.grad = None
+                if not there.block.shares:
+                    parameter.data = there.alias
+                    continue
+                self._cut.append((there, gradient, state.narrow(optimizer, there)))
+                parameter.grad = None  # its shape is to be that of the data
                 parameter.data = there.part(meeting.index)
-                if there.block.shares:
-                    parameter.grad = there.part_of_gradient(gradient, meeting.index)
+                parameter.grad = there.part_of_gradient(gradient, meeting.index)
             elif gradient is not None:
                 self._hidden.append((parameter, gradient))
                 parameter.grad = None
@@ -267,11 +268,12 @@ class _ShardedStep:
     def _give_back(self) -> None:
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
-        for there, _, _ in self._cut if self._is_open else ():
+        cut = self._cut if self._is_open else []
+        for there, _, _ in cut:
             there.state.parameter.grad = None
         for there in self._writing:
             there.state.parameter.data = there.view
-        for there, gradient, _ in self._cut if self._is_open else ():
+        for there, gradient, _ in cut:
             there.state.parameter.grad = gradient
         self._hidden, self._writing, self._is_open = [], [], False
 
