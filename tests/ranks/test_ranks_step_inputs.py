@@ -3,12 +3,23 @@
 from __future__ import annotations  # ranks get functions without what classes in them are annotated by
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from rank_pool import RankPool, on
-from small_model import assert_close, made, make_loss, make_model, needs_cpu_scaler, sgd, take_step
+from small_model import (
+    assert_close,
+    bits_of,
+    made,
+    make_loss,
+    make_model,
+    mean_gradients,
+    needs_cpu_scaler,
+    sgd,
+    take_step,
+)
 
 import horo.torch as hvd
 
@@ -193,3 +204,55 @@ def test_an_argument_that_is_no_closure_is_passed_on(op: str, ready: str | None)
     sum(parameter.sum() for parameter in model.parameters()).backward()
     optimizer.step(0.5)  # equal steps of all ranks: their mean
     assert_close(model.parameters(), [value - 0.5 for value in start])
+
+
+class _Half(torch.optim.Optimizer):
+    """SGD, half of whose step does; torch has hooks around this step where one of this class was made."""
+
+    fails = False
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(0.05 * parameter.grad)
+        if self.fails:
+            raise RuntimeError("a half fails")
+
+
+class _Halves(_Half):
+    catches = False
+
+    def step(self) -> None:
+        for _ in range(2):
+            try:
+                super().step()
+            except RuntimeError:
+                if not self.catches:
+                    raise
+
+
+@pytest.mark.parametrize("op", ["Average", "Sum"])
+@pytest.mark.parametrize("ready", ["backward", "step"])
+@on("ranks2")
+def test_the_step_of_a_base_class_is_a_part_on_every_rank_also_if_it_raises(op: str, ready: str) -> None:
+    if hvd.rank() == 1:
+        _Half([torch.zeros(1)])
+    model = make_model()
+    optimizer: Any = hvd.DistributedOptimizer(_Halves(model.parameters()), op=getattr(hvd, op), gradients_ready=ready)
+    scale = 0.05 * (hvd.size() if op == "Sum" else 1)
+    for step in range(12):
+        _Half.fails, _Halves.catches = step in {2, 3, 9}, step in {3, 9}
+        moves = 1 if step == 2 else 2
+        wanted = [
+            value.detach() - moves * scale * mean
+            for value, mean in zip(model.parameters(), mean_gradients(model, hvd.size(), step), strict=True)
+        ]
+        optimizer.zero_grad()
+        make_loss(model, hvd.rank(), step).backward()
+        with pytest.raises(RuntimeError, match="a half fails") if moves == 1 else nullcontext():
+            optimizer.step()
+        assert_close(model.parameters(), wanted)
+    assert hvd.allgather_object(bits_of(model)) == [bits_of(model)] * hvd.size()

@@ -28,7 +28,7 @@ from horo.torch.optimizer.consistency import check_first, refuse_ddp
 from horo.torch.optimizer.finite import FiniteCheck, checks_finite
 from horo.torch.optimizer.membership import Membership
 from horo.torch.optimizer.parameter_state import ParameterState
-from horo.torch.optimizer.step_hooks import scaler_has_looked
+from horo.torch.optimizer.step_hooks import is_inside_step, scaler_has_looked
 
 __all__ = ["DeltaReducer"]
 
@@ -52,8 +52,6 @@ class DeltaReducer:
         """Whether the exchange has failed on all ranks, else an exception that is this rank's alone has ended it."""
         self._is_undone = False
         """Whether a step has raised while it was exchanged, and parameters were put back where they were before it."""
-        self._depth = 0
-        """The number of such calls that are in progress, each inside the one before."""
         membership.follower = weakref.ref(self)
         membership.adopt()
 
@@ -88,8 +86,7 @@ class DeltaReducer:
             UsageError: Parameters are not equal on all ranks before the first step, or an optimizer that was made
                 later has some of them.
         """
-        if self._depth and self.membership.nests_steps:
-            self._depth += 1
+        if is_inside_step(optimizer):
             return
         membership = self.membership
         membership.newer.refuse(membership, "optimizer.step()")
@@ -108,7 +105,6 @@ class DeltaReducer:
             self._move_back()
         else:
             self._begin()
-        self._depth = 1
 
     def _were_loaded(self) -> bool:
         """Whether parameters have got other values since a step was undone."""
@@ -136,7 +132,6 @@ class DeltaReducer:
 
     def undo_step(self) -> None:
         """Called when a step has raised: parameters are where they were before it, and what changes them then stays."""
-        self._depth = 0
         self._move_back()
         self._is_undone = bool(self._sent)
         if not self._sent:
@@ -149,8 +144,7 @@ class DeltaReducer:
             MismatchError: Ranks moved different parameters under one name; all stand where they were before the step.
             GroupError: A rank is lost or horo was shut down; likewise.
         """
-        self._depth = max(0, self._depth - 1)
-        if not self._starts or self._depth:  # the step of which this is a part goes on to move parameters
+        if not self._starts or is_inside_step(optimizer):  # the step of which this is a part goes on to move parameters
             return
         try:
             with torch.no_grad():
@@ -256,7 +250,6 @@ class DeltaReducer:
     def forget(self) -> None:
         """Begins anew at the values that parameters have now: a step that was broken off is not undone."""
         self._forget()
-        self._depth = 0
 
     def begin_job(self) -> None:
         """There is nothing that ranks know of each other."""

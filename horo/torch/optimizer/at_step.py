@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -37,8 +36,6 @@ class StepReducer(GradientReducer):
 
     def __init__(self, membership: Membership, groups: Sequence[Sequence[torch.Tensor]]) -> None:
         super().__init__(membership, groups)
-        self._nested = membership.nests_steps
-        self._stamp: list[tuple[torch.Tensor, int]] | None = None
 
     def synchronize(self) -> None:
         """Reduces every gradient that is not yet in progress and waits for all: then all ranks have equal ``p.grad``.
@@ -124,8 +121,6 @@ class StepReducer(GradientReducer):
         Raises:
             UsageError: A gradient scaler has looked at gradients that are not reduced.
         """
-        if self._stamp is not None and all(grad._version == version for grad, version in self._stamp):
-            return  # a step() that calls the step() of its base class: nothing has touched the gradients since
         if not self.is_reduced and scaler_has_looked(optimizer):
             raise UsageError(
                 "a gradient scaler looked at gradients before they were reduced; call optimizer.synchronize() after "
@@ -135,22 +130,7 @@ class StepReducer(GradientReducer):
             warnings.warn(_HOROVODS_WARNING, stacklevel=4)
         else:
             self._reduce(is_at_step=True)
-        self._stamp = self._take_stamp() if self._nested else None
-
-    def forget(self) -> None:
-        """As in the base class."""
-        super().forget()
-        self._stamp = None
-
-    def after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A torch step post-hook."""
-        super().after_step(optimizer, args, kwargs)
-        self._stamp = None
 
     def _reduce(self, is_at_step: bool = False) -> None:
         # In this order of calls every rank reduces at step(); only one that had no backward differs from the others.
         super()._reduce(is_at_step and not self.is_local)
-
-    def _take_stamp(self) -> list[tuple[torch.Tensor, int]]:
-        grads = [state.parameter.grad for state in self._active()]
-        return [(grad, grad._version) for grad in grads if grad is not None]

@@ -37,7 +37,7 @@ from horo.torch.optimizer.membership import HOOK_LOCK, Membership
 from horo.torch.optimizer.parameter_state import Group, ParameterState
 from horo.torch.optimizer.phase import refuse_different_steps
 from horo.torch.optimizer.shared_gradients import COUNTS_IN_HOOKS, is_counted_twice
-from horo.torch.optimizer.step_hooks import closure_of, with_closure
+from horo.torch.optimizer.step_hooks import closure_of, is_inside_step, with_closure
 from horo.torch.optimizer.submission import GradientSubmitter
 from horo.torch.optimizer.together import reduce_together, wait_last
 
@@ -55,8 +55,6 @@ class GradientReducer(abc.ABC):
     leaves_unused: ClassVar[bool]
     """Whether the gradient of a parameter that no rank has used stays None; else it becomes zeros."""
     undo_step: Callable[[], None] | None = None
-    is_inside_step = False
-    """Whether a ``step()`` ends that another one has called; with ``sharding=`` only."""
 
     def __init__(self, membership: Membership, groups: Sequence[Sequence[torch.Tensor]]) -> None:
         self.membership = membership
@@ -246,6 +244,8 @@ class GradientReducer(abc.ABC):
         self.membership.newer.refuse(self.membership, "optimizer.step()")
         self.membership.follow_runtime()
         closure = closure_of(args, kwargs)
+        if is_inside_step(optimizer) and not (closure is None and self.is_local):
+            return None  # gradients are reduced, but for those that the step itself has computed
         if closure is None:
             if self._skip:
                 self.refuse_local()
@@ -254,13 +254,11 @@ class GradientReducer(abc.ABC):
             self._refuse_different_steps()
             self.submitter.checks.look_at_step(optimizer, self.membership.steps + 1)
             return None
-        if isinstance(closure, ReducingClosure):
-            return None  # a step() that calls the step() of its base class
         return with_closure(args, kwargs, ReducingClosure(closure, self))
 
     def after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A torch step post-hook."""
-        if self.is_inside_step:  # torch has put hooks around it where its class was used before, so on some ranks
+        if is_inside_step(optimizer):
             return
         self.is_reduced = False
         if not self.steps_alone:  # else it is a step of this rank alone

@@ -61,8 +61,6 @@ class Membership:
         self.owner = owner
         """The function of the API that has made it, for messages."""
         self.advice = OF_MODEL if owner == "hvd.distribute" else OF_OPTIMIZER
-        self.nests_steps = sum("step" in vars(cls) for cls in type(optimizer).__mro__) > 2
-        """Whether a ``step()`` of the optimizer may call that of its base class, which torch's hooks are around too."""
         self.follower: weakref.ref[Follower] | None = None
         """The strategy, which owns this object; None before that takes it over."""
         self.names = names
@@ -207,7 +205,7 @@ class Membership:
 
     def end_step(self) -> None:
         """Called at the end of a step."""
-        if self._is_in_step:  # else the step() of a base class has been in it
+        if self._is_in_step:  # else no gradient was reduced for it
             self._is_in_step = False
             self.steps += 1
             runtime = self._runtime

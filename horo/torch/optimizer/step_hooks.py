@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from horo.torch.compat.torch_private import calls_scaled_step, is_unscaled
+from horo.torch.compat.torch_private import calls_scaled_step, code_of_hooked_step, is_unscaled
 from horo.torch.optimizer.step_inputs import callers
 
-__all__ = ["UndoingStep", "closure_of", "scaler_has_looked", "with_closure"]
+__all__ = ["UndoingStep", "closure_of", "is_inside_step", "scaler_has_looked", "with_closure"]
+
+_hooked_step = functools.cache(code_of_hooked_step)
 
 
 class UndoingStep:
@@ -47,6 +50,19 @@ class UndoingStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
+
+
+def is_inside_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the hook that calls this is around a ``step()`` that another one of the same optimizer has called.
+
+    A step may call that of its base class, and torch has hooks around this one where an optimizer of the base class was
+    made before: on some ranks. The call stack shows it also if such a call has raised, which no hook behind it sees.
+    """
+    frame, steps = sys._getframe(1).f_back, 0
+    while frame is not None and steps < 2:
+        steps += frame.f_code is _hooked_step() and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return steps == 2
 
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

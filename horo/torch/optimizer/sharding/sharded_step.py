@@ -37,7 +37,7 @@ from horo.torch.optimizer.sharding.meeting import Meeting
 from horo.torch.optimizer.sharding.placement import ParameterPlacement, Placed
 from horo.torch.optimizer.sharding.state import StatePlacement, tensors_in
 from horo.torch.optimizer.sharding.supported import is_of_torch, steps_elements
-from horo.torch.optimizer.step_hooks import UndoingStep, closure_of, with_closure
+from horo.torch.optimizer.step_hooks import UndoingStep, closure_of, is_inside_step, with_closure
 
 __all__ = ["shard_step"]
 
@@ -56,7 +56,6 @@ def shard_step(optimizer: Any, reducer: Any) -> None:
         own = reference()
         if own is not None:
             order_step_hooks(own, before.id, after.id)
-        sharded.begin_call()
 
     optimizer.step = UndoingStep(optimizer, sharded.end_broken, order_hooks)
     optimizer.register_state_dict_pre_hook(sharded.before_state_dict)
@@ -85,8 +84,6 @@ class _ShardedStep:
         """The number of parameters that had state before this step."""
         self._may_write_all = not is_of_torch(optimizer)
         """Whether its step may write parameters without a gradient: clip them, let their weights decay."""
-        self._depth = 0
-        """The number of calls of ``step()`` that are in progress, each inside the one before."""
         self._is_open = False
         """Whether this rank is in the window."""
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -107,10 +104,6 @@ class _ShardedStep:
 
     # -- around step() ---------------------------------------------------------------------------------------------
 
-    def begin_call(self) -> None:
-        """Called before a call of ``step()`` that is in no other one."""
-        self._depth, self._reducer.is_inside_step = 0, False
-
     def before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A torch step pre-hook, behind the reducer's and the user's; with a closure, the window opens behind that.
 
@@ -118,8 +111,7 @@ class _ShardedStep:
             UsageError: Ranks have changed parameters in different ways, or parameters are of two steps.
             GroupError: A rank is lost or has shut down.
         """
-        self._depth += 1
-        if self._depth > 1:
+        if is_inside_step(optimizer):
             return None
         if self._reducer.steps_alone:
             raise UsageError(
@@ -144,9 +136,7 @@ class _ShardedStep:
             AbortedError: The step of another rank has raised.
             GroupError: A rank is lost or has shut down.
         """
-        self._depth -= 1
-        self._reducer.is_inside_step = self._depth > 0
-        if self._depth or not self._is_open:
+        if not self._is_open or is_inside_step(optimizer):
             return
         meeting, placement, state = self._parts()
         others = [parameter for parameter, _ in self._hidden]
@@ -183,7 +173,6 @@ class _ShardedStep:
 
     def end_broken(self) -> None:
         """Called when ``step()`` has raised: all is as outside the window, and the other ranks learn of it."""
-        self._depth = 0
         error = sys.exc_info()[1]
         was_meeting, self._is_meeting = self._is_meeting, False
         if was_meeting and not isinstance(error, HoroError):
