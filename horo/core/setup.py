@@ -85,7 +85,7 @@ class Setup:
     control_fds: Sequence[int]
     data_fds: Sequence[int]
     """Socket ``i`` to a host is at ``host * sockets_per_peer + i``; empty: no links, operations that move data fail."""
-    direct_bytes: int = 1 << 13
+    direct_bytes: int = 3 << 13
     fusion_bytes: int = 128 << 20
     cache_capacity: int = 4096
     spin_us: int = 1000

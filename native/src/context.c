@@ -25,7 +25,7 @@ struct horo_context {
 
 /* Changes with anything that ranks must agree on: arena layout, wire format, handshake. */
 HORO_API const char *horo_version(void) {
-    return "0.1.0+abi37";
+    return "0.1.0+abi38";
 }
 
 HORO_API const char *horo_change_name(void) {

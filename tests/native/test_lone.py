@@ -11,7 +11,7 @@ import pytest
 from ranks import Group, Rank, describe, run_ranks, wait_for
 
 from horo.core import context
-from horo.errors import AbortedError, HoroError, PeerLostError
+from horo.errors import AbortedError, HoroError, PeerLostError, UsageError
 
 SUM = context.REDUCE_OPS["sum"]
 PATIENT = {"spin_us": 10_000, "sleeps_under_contention": False}
@@ -91,6 +91,28 @@ def alltoall(rank: Rank, step: int, count: int) -> None:
     assert np.frombuffer(data, values.dtype).tolist() == wanted
 
 
+def into(op: str) -> Callable[[Rank, int, int], None]:
+    """Into memory that the caller gives; in two of three steps ranks tell the same rows, and then one tells more."""
+
+    def run(rank: Rank, step: int, count: int) -> None:
+        rows = [count + (step % 3 == 2 and r == step % rank.size) for r in range(rank.size)]
+        if op == "allgather":
+            mine = np.full((rows[rank.rank], 2), 10 * rank.rank + step, np.int32)
+            wanted = np.concatenate([np.full((rows[r], 2), 10 * r + step, np.int32) for r in range(rank.size)])
+            splits: list[int] = []
+        else:
+            splits = [rows[rank.rank]] * rank.size
+            mine = np.repeat(np.arange(rank.size, dtype=np.int32) * 10 + rank.rank + step, splits)
+            wanted = np.repeat(np.arange(rank.size, dtype=np.int32) + rank.rank * 10 + step, rows)
+        got = np.full_like(wanted, -1)
+        tensor = describe([mine], [got])[0]._replace(splits=splits)
+        rank.context.run(context.RequestBuffer.of(context.OPS[op], f"into {op}", [tensor], sync=True, into=True))
+        assert np.array_equal(got, wanted)
+
+    run.__name__ = f"{op} into"
+    return run
+
+
 def rooted(op: str) -> Callable[[Rank, int, int], None]:
     def run(rank: Rank, step: int, count: int) -> None:
         root = step % rank.size
@@ -115,6 +137,7 @@ def barrier(rank: Rank, step: int, count: int) -> None:
 
 OPERATIONS: list[Callable[[Rank, int, int], None]] = [
     allreduce, broadcast, reducescatter, allgather, alltoall, barrier, *map(rooted, ["reduce", "gather", "scatter"]),
+    *map(into, ["allgather", "alltoall"]),
 ]  # fmt: skip
 
 
@@ -128,6 +151,27 @@ def test_each_operation_is_counted_and_right(operation: Callable[..., None], ran
 
     counts = run_ranks(body, (ranks,), **PATIENT)
     assert len(set(counts)) == 1 and counts[0] > 0
+
+
+@pytest.mark.parametrize("op", ["allgather", "alltoall"])
+def test_an_output_that_only_fits_what_other_ranks_did_not_tell_is_left_alone(op: str) -> None:
+    def body(rank: Rank) -> None:
+        rows = 3
+
+        def step() -> None:
+            into(op)(rank, 0, rows)
+            more = rows + rank.rank
+            splits = [more] * rank.size if op == "alltoall" else []
+            mine = np.full((more * (rank.size if splits else 1), 2), rank.rank, np.int32)
+            got = np.full((more * rank.size, 2), -1, np.int32)
+            tensor = describe([mine], [got])[0]._replace(splits=splits)
+            with pytest.raises(UsageError, match=f"the result has {8 * 7} bytes, but its output has {got.nbytes}"):
+                rank.context.run(context.RequestBuffer.of(context.OPS[op], "odd", [tensor], sync=True, into=True))
+            assert (got == -1).all()
+
+        until_counted(rank, step)
+
+    run_ranks(body, [2], **PATIENT)
 
 
 def test_the_first_use_of_a_name_is_agreed_on_by_the_leader() -> None:

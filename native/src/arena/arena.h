@@ -133,6 +133,7 @@ struct hr_partition_header {
 /* A ROWS message of an operation that is alone; written before its rank counts itself in, read when all have. */
 struct hr_lone_rows {
     uint32_t bytes;
+    int32_t is_ahead; /* the rank has begun as though all told these rows */
     uint8_t message[HR_LONE_MESSAGE_MAX];
 };
 

@@ -19,13 +19,13 @@ struct operation {
 
 static const struct operation operations[HORO_ANY_OP_COUNT] = {
     [HORO_ALLREDUCE] = {"allreduce", MOVES_AHEAD | HR_OP_REDUCTION},
-    [HORO_ALLGATHER] = {"allgather", MOVES | HR_OP_TELLING_ROWS},
+    [HORO_ALLGATHER] = {"allgather", MOVES_AHEAD | HR_OP_TELLING_ROWS},
     [HORO_BROADCAST] = {"broadcast", MOVES_AHEAD | HR_OP_ROOTED},
     [HORO_BARRIER] = {"barrier", 0},
     [HORO_ADD_TEAM] = {"add_process_set", CHANGES_TEAMS},
     [HORO_REMOVE_TEAM] = {"remove_process_set", CHANGES_TEAMS},
     [HORO_REDUCESCATTER] = {"reducescatter", MOVES_AHEAD | HR_OP_REDUCTION},
-    [HORO_ALLTOALL] = {"alltoall", MOVES | HR_OP_EXCHANGE | HR_OP_TELLING_ROWS},
+    [HORO_ALLTOALL] = {"alltoall", MOVES_AHEAD | HR_OP_EXCHANGE | HR_OP_TELLING_ROWS},
     [HORO_JOIN] = {"join", HR_OP_LAST},
     [HORO_REDUCE] = {"reduce", MOVES_AHEAD | HR_OP_REDUCTION | HR_OP_ROOTED},
     [HORO_GATHER] = {"gather", MOVES_AHEAD | HR_OP_EXCHANGE | HR_OP_ROOTED},

@@ -19,7 +19,7 @@ enum hr_op_trait {
     /* it moves data, or says which teams there are; else all that there is to it is that all have submitted it */
     HR_OP_WITH_TENSORS = 1 << 4,
     HR_OP_MOVING_DATA = 1 << 5,
-    HR_OP_BEGUN_AHEAD = 1 << 6, /* before it is agreed on: not without data, or with sizes of other ranks */
+    HR_OP_BEGUN_AHEAD = 1 << 6, /* before it is agreed on: not without data */
     HR_OP_OF_TEAMS = 1 << 7,    /* it changes which teams there are */
     HR_OP_LAST = 1 << 8,        /* a rank that submits it has nothing more to submit until all have done so */
     HR_OP_OF_PAIRS = 1 << 9,    /* between two ranks alone, outside all agreement */

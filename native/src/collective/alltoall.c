@@ -33,10 +33,25 @@ static void show(struct hr_segments *segments, size_t k) {
     }
 }
 
+/* Copies what this rank has for itself. The pieces of both are alike: it is the same rows. */
+static void keep_own(const struct hr_alltoall *run) {
+    const struct hr_team *team = run->segments.team;
+    const struct hr_fused *mine = &run->to[team->rank];
+    for (size_t i = 0; i < mine->count; i++) {
+        const struct hr_piece *result = &run->from[team->rank].pieces[i];
+        if (result->output != mine->pieces[i].input) { /* a root's own block may be where it belongs */
+            team->node->kernel->copy(result->output, mine->pieces[i].input, result->bytes, run->result_store);
+        }
+    }
+}
+
 /* Each rank begins with another, so that not all read the same slot. */
 static void take(struct hr_segments *segments, size_t k) {
     const struct hr_alltoall *run = (struct hr_alltoall *)segments;
     struct hr_team *team = segments->team;
+    if (k == 0) { /* not before all have agreed, as what is shown is */
+        keep_own(run);
+    }
     for (int i = 1; i < team->size; i++) {
         const int from = (team->rank + i) % team->size;
         const struct hr_range share = share_of(run, from, team->rank, k);
@@ -89,6 +104,9 @@ static hr_status begin_on_one_host(struct hr_alltoall *run) {
     run->starts = (size_t *)(void *)team->cross_scratch;
     run->places = run->starts + size;
     run->share_count = count;
+    if (count == 0) {
+        keep_own(run);
+    }
     for (int r = 0; r < team->size && count > 0; r++) {
         run->starts[r] = room_for(run, team->rank, r, count);
         run->places[r] = room_for(run, r, team->rank, count);
@@ -356,17 +374,14 @@ static hr_status begin_between_hosts(struct hr_alltoall *run) {
 hr_status hr_alltoall_begin(struct hr_alltoall *run, struct hr_team *team, const struct hr_fused *to,
                       const struct hr_fused *from, const size_t *bytes) {
     *run = (struct hr_alltoall){.segments = {.team = team}, .to = to, .from = from, .bytes = bytes};
-    const struct hr_fused *mine = &to[team->rank];
     size_t received = 0;
     for (int r = 0; r < team->size; r++) {
         received += from[r].bytes;
     }
     run->result_store = hr_store_choose_for_result(team, received);
-    for (size_t i = 0; i < mine->count; i++) { /* the pieces of both are alike: it is the same rows */
-        const struct hr_piece *result = &from[team->rank].pieces[i];
-        if (result->output != mine->pieces[i].input) { /* a root's own block may be where it belongs */
-            team->node->kernel->copy(result->output, mine->pieces[i].input, result->bytes, run->result_store);
-        }
+    if (team->host_count == 1) {
+        return begin_on_one_host(run);
     }
-    return team->host_count == 1 ? begin_on_one_host(run) : begin_between_hosts(run);
+    keep_own(run);
+    return begin_between_hosts(run);
 }

@@ -13,7 +13,10 @@
 #include "node/end.h"
 #include "wire/frame.h"
 
-enum { CONFIRM_MS = 250 }; /* time for a LOST message to come by way of several leaders that are busy */
+enum {
+    CONFIRM_MS = 250,          /* time for a LOST message to come by way of several leaders that are busy */
+    ROWS_AHEAD_MOST = 1 << 16, /* bytes of this rank; with more, to begin twice costs more than it may save */
+};
 
 /* The growth of the place at the end of what is executed. */
 static uint64_t step(const struct hr_executor *executor) {
@@ -196,7 +199,7 @@ static int run_batch(struct hr_lane *lane, struct hr_wire_rows rows) {
     if (hr_op_is(first->call.op, HR_OP_TELLING_ROWS)) {
         struct hr_error error = {0};
         const int status =
-            batch->request_count == 1 ? hr_gather_prepare(first, lane->team, rows, &error) : HORO_ERR_INTERNAL;
+            batch->request_count == 1 ? hr_gather_prepare(first, lane->team, rows, 0, &error) : HORO_ERR_INTERNAL;
         if (status == HORO_ERR_USAGE) { /* too large for anybody: all ranks see the same rows, and none begins */
             end_record(lane, batch->requests, 1, status, error.text);
             return HORO_OK;
@@ -275,14 +278,24 @@ static int load_lone(struct hr_batch *batch, struct hr_request *request) {
     batch->request_count = 0;
     HR_TRY(reserve((void **)&batch->requests, &batch->request_capacity, 1, sizeof *batch->requests));
     batch->requests[batch->request_count++] = request;
+    batch->is_ahead = 0;
     return add_operands(batch);
 }
 
 int hr_batch_begin_ahead(struct hr_lane *lane, struct hr_request *request) {
-    if (load_lone(&lane->executor.batch, request) != HORO_OK) {
+    struct hr_batch *batch = &lane->executor.batch;
+    struct hr_error error;
+    if (load_lone(batch, request) != HORO_OK) {
         return 0;
     }
-    lane->executor.batch.segment_before = lane->team->segment;
+    if (hr_op_is(request->call.op, HR_OP_TELLING_ROWS) &&
+        (batch->bytes > ROWS_AHEAD_MOST ||
+         hr_gather_prepare(request, lane->team, request->rows, 1, &error) != HORO_OK)) {
+        hr_request_drop_results(request);
+        return 0;
+    }
+    batch->is_ahead = 1;
+    batch->segment_before = lane->team->segment;
     if (begin_batch(lane) == HR_MOVED && lane->backend->ops->begin_ahead(lane->backend)) {
         return 1;
     }
@@ -290,10 +303,13 @@ int hr_batch_begin_ahead(struct hr_lane *lane, struct hr_request *request) {
     return 0;
 }
 
-void hr_batch_take_back(const struct hr_lane *lane, const struct hr_request *request) {
-    if (hr_op_is(request->call.op, HR_OP_BEGUN_AHEAD)) {
+void hr_batch_take_back(struct hr_lane *lane, struct hr_request *request) {
+    struct hr_batch *batch = &lane->executor.batch;
+    if (batch->is_ahead) {
         lane->backend->ops->cancel(lane->backend);
-        lane->team->segment = lane->executor.batch.segment_before;
+        lane->team->segment = batch->segment_before;
+        batch->is_ahead = 0;
+        hr_request_drop_results(request);
     }
 }
 
@@ -303,10 +319,11 @@ int hr_lane_execute_lone(struct hr_lane *lane, struct hr_request *request, struc
     lane->executor.record_bytes = 0;
     lane->executor.moves++;
     HR_TRY(hr_announcer_take(&lane->announcer, &lane->port, request->announced_id, &request, &unused));
-    if (!hr_op_is(request->call.op, HR_OP_BEGUN_AHEAD)) {
+    if (!batch->is_ahead) {
         HR_TRY(load_lone(batch, request));
         return run_batch(lane, rows);
     }
+    batch->is_ahead = 0;
     note_begun(lane, batch->requests, 1, batch->bytes, 1);
     lane->backend->ops->show_ahead(lane->backend);
     lane->executor.state = HR_EXECUTION_RUNNING;

@@ -46,7 +46,8 @@ struct hr_batch {
     struct hr_operand *operands;
     size_t operand_count, operand_capacity;
     uint64_t bytes;
-    uint64_t segment_before; /* team->segment, where it was begun ahead */
+    int is_ahead;            /* it was begun before it is agreed on */
+    uint64_t segment_before; /* team->segment, then */
 };
 
 struct hr_executor {
@@ -73,11 +74,11 @@ struct hr_executor {
 /* One stage of the current batch, or the next record of the log: HR_STILL, HR_MOVED or a status. */
 int hr_lane_execute(struct hr_lane *lane);
 /*
- * Begins the batch of an operation of HR_OP_BEGUN_AHEAD, of one request, which the other ranks may not do: 1, or 0
- * where it cannot be prepared. take_back, of any operation: they do not; all is as before.
+ * Begins the batch of an operation of HR_OP_BEGUN_AHEAD, of one request, which the other ranks may not do, or with
+ * other rows: 1, or 0 where it cannot be prepared. take_back, of any operation: they do not; all is as before.
  */
 int hr_batch_begin_ahead(struct hr_lane *lane, struct hr_request *request);
-void hr_batch_take_back(const struct hr_lane *lane, const struct hr_request *request);
+void hr_batch_take_back(struct hr_lane *lane, struct hr_request *request);
 /*
  * The batch of one request that has no record and is announced by id, with the rows of all ranks where it tells rows.
  * HORO_OK or a status.
@@ -90,10 +91,11 @@ void hr_executor_cancel(struct hr_lane *lane);
 
 /*
  * Makes the results of an allgather ready to be written, by the rows that its record has: first extents, bytes, memory.
- * HORO_ERR_USAGE with *error set, on all ranks alike: they are too large for any memory; HORO_ERR_RESOURCE;
- * HORO_ERR_INTERNAL for rows that are not those of this request.
+ * is_of_each: the rows are those of this rank, and taken to be those of each. HORO_ERR_USAGE with *error set, on all
+ * ranks alike: they are too large for any memory; HORO_ERR_RESOURCE; HORO_ERR_INTERNAL for rows that are not those of
+ * this request.
  */
-int hr_gather_prepare(struct hr_request *request, const struct hr_team *team, struct hr_wire_rows rows,
+int hr_gather_prepare(struct hr_request *request, const struct hr_team *team, struct hr_wire_rows rows, int is_of_each,
                       struct hr_error *error);
 /* Of a request with a misfit: *error is HORO_ERR_USAGE. */
 void hr_gather_refuse(const struct hr_request *request, struct hr_error *error);

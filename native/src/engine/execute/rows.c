@@ -33,10 +33,11 @@ static void read_tensor(struct hr_request *request, const struct hr_team *team, 
 }
 
 /* The record has them host by host, as the announcements came together. */
-static int read_rows(struct hr_request *request, const struct hr_team *team, struct hr_wire_rows rows) {
+static int read_rows(struct hr_request *request, const struct hr_team *team, struct hr_wire_rows rows, int is_of_each) {
     const int count = request->call.tensor_count;
     const uint8_t *cursor = rows.data;
     for (int r = 0; r < team->size; r++) {
+        cursor = is_of_each ? rows.data : cursor;
         for (int i = 0; i < count; i++) {
             read_tensor(request, team, team->rank_by_host[r], i, &cursor);
         }
@@ -103,14 +104,14 @@ static int place(struct hr_request *request, int i) {
     return result->data == NULL ? HORO_ERR_RESOURCE : HORO_OK;
 }
 
-int hr_gather_prepare(struct hr_request *request, const struct hr_team *team, struct hr_wire_rows rows,
+int hr_gather_prepare(struct hr_request *request, const struct hr_team *team, struct hr_wire_rows rows, int is_of_each,
                       struct hr_error *error) {
     const int count = request->call.tensor_count;
     const int is_alltoall = request->call.op == HORO_ALLTOALL;
     const size_t all = (size_t)count * (size_t)team->size; /* first extents */
     const size_t splits = is_alltoall ? all * (size_t)team->size : 0;
     int64_t total = 0;
-    if (rows.count != (is_alltoall ? splits : all)) {
+    if (rows.count * (is_of_each ? (size_t)team->size : 1) != (is_alltoall ? splits : all)) {
         return HORO_ERR_INTERNAL;
     }
     int64_t *first_dims = calloc(all, sizeof *first_dims); /* of the first tensor; the others' point into it */
@@ -121,7 +122,7 @@ int hr_gather_prepare(struct hr_request *request, const struct hr_team *team, st
     if (is_alltoall && (request->splits = calloc(splits, sizeof *request->splits)) == NULL) {
         return HORO_ERR_RESOURCE;
     }
-    HR_TRY(read_rows(request, team, rows));
+    HR_TRY(read_rows(request, team, rows, is_of_each));
     for (int i = 0; i < count; i++) {
         if (!measure(request, i, team->size, &total)) {
             char tensor[TENSOR_TEXT_BYTES];

@@ -147,13 +147,10 @@ static int count_in(struct hr_lane *lane, struct hr_request *request) {
         return 0;
     }
     /* puts what the other ranks read in the round where they do, if that is possible */
-    const int is_prepared = hr_op_is(op, HR_OP_TELLING_ROWS)
-                                ? hr_round_show_rows(&lane->round, request)
-                                : !hr_op_is(op, HR_OP_BEGUN_AHEAD) || hr_batch_begin_ahead(lane, request);
-    if (!is_prepared) {
-        return 0;
-    }
-    if (!hr_round_enter(&lane->round, request, lane->executor.log_executed)) {
+    const int is_ahead = hr_op_is(op, HR_OP_BEGUN_AHEAD) && hr_batch_begin_ahead(lane, request);
+    const int is_prepared = hr_op_is(op, HR_OP_TELLING_ROWS) ? hr_round_show_rows(&lane->round, request, is_ahead)
+                                                             : is_ahead || !hr_op_is(op, HR_OP_BEGUN_AHEAD);
+    if (!is_prepared || !hr_round_enter(&lane->round, request, lane->executor.log_executed)) {
         hr_batch_take_back(lane, request);
         return 0;
     }
@@ -205,7 +202,8 @@ static int turn_round(struct hr_lane *lane) {
         return HR_MOVED;
     }
     struct hr_wire_rows rows = {0};
-    if (hr_op_is(lane->round.request->call.op, HR_OP_TELLING_ROWS)) {
+    if (hr_op_is(lane->round.request->call.op, HR_OP_TELLING_ROWS) && !hr_round_is_ahead(&lane->round)) {
+        hr_batch_take_back(lane, lane->round.request);
         HR_TRY(hr_round_collect_rows(&lane->round, &rows));
     }
     if (lane->is_leader && hr_round_take_up(&lane->round)) {

@@ -244,18 +244,26 @@ void hr_cargo_drop(const struct hr_cargo *cargo) {
     }
 }
 
+void hr_request_drop_results(struct hr_request *request) {
+    if (request->gathered == NULL) {
+        return;
+    }
+    free(request->gathered[0].first_dims); /* those of all, see execute/rows.c */
+    for (int i = 0; i < request->call.tensor_count; i++) {
+        free(request->gathered[i].is_given ? NULL : request->gathered[i].data);
+        request->gathered[i] = (struct hr_gathered){0};
+    }
+    free(request->splits);
+    request->splits = NULL;
+    request->misfit = 0;
+}
+
 void hr_request_destroy(struct hr_request *request) {
     if (request == NULL) {
         return;
     }
-    for (int i = 0; i < request->call.tensor_count && request->gathered != NULL; i++) {
-        free(request->gathered[i].is_given ? NULL : request->gathered[i].data);
-    }
-    if (request->gathered != NULL) {
-        free(request->gathered[0].first_dims); /* those of all, see execute/rows.c */
-    }
+    hr_request_drop_results(request);
     free(request->gathered);
-    free(request->splits);
     free(request->error_text);
     hr_cargo_drop(&request->cargo); /* first: until then a thread of the GPU's driver may look at the request */
     free(request);
@@ -273,9 +281,16 @@ int hr_request_is_like(const struct hr_request *request, const horo_request *cal
     }
     const horo_tensor *mine = own->tensors;
     const horo_tensor *other = call->tensors;
-    return own->tensor_count == 0 ||
-           (mine->dtype == other->dtype && mine->wire_dtype == other->wire_dtype && mine->ndim == other->ndim &&
-            memcmp(mine->shape, other->shape, (size_t)mine->ndim * sizeof *mine->shape) == 0);
+    if (own->tensor_count == 0) {
+        return 1;
+    }
+    if (own->op == HORO_ALLTOALL &&
+        (mine->split_count != other->split_count ||
+         memcmp(mine->splits, other->splits, (size_t)mine->split_count * sizeof *mine->splits) != 0)) {
+        return 0;
+    }
+    return mine->dtype == other->dtype && mine->wire_dtype == other->wire_dtype && mine->ndim == other->ndim &&
+           memcmp(mine->shape, other->shape, (size_t)mine->ndim * sizeof *mine->shape) == 0;
 }
 
 void hr_request_renew(struct hr_request *request, const horo_request *call) {
@@ -283,6 +298,7 @@ void hr_request_renew(struct hr_request *request, const horo_request *call) {
     if (call->tensor_count > 0) {
         tensor->input = call->tensors->input;
         tensor->output = call->tensors->output;
+        tensor->output_bytes = call->tensors->output_bytes;
     }
     request->call.timeout_ms = call->timeout_ms;
     request->newer = NULL;

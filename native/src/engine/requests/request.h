@@ -90,6 +90,8 @@ struct hr_request {
  */
 hr_status hr_request_create(const horo_request *call, struct hr_request **request, struct hr_error *error);
 void hr_request_destroy(struct hr_request *request);
+/* Gives up the results of a request that is to get them anew. */
+void hr_request_drop_results(struct hr_request *request);
 /*
  * One that has ended can do for another call (the spare of struct hr_requests). is_like: the call differs from its own
  * by the memory of the tensor alone. renew: it is that call's, as if made anew.

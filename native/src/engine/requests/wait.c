@@ -169,7 +169,8 @@ int hr_requests_wait(struct hr_requests *requests, int64_t *handle, int32_t time
     struct hr_request *unowned = --request->owners == 0 ? request : NULL;
     if (unowned != NULL && status == HORO_OK && end == HR_WAIT_RELEASES_WHAT_FITS && /* it can do for another call: */
         request->call.tensor_count <= 1 && request->call.device == 0 && request->cargo.hooks == NULL &&
-        request->gathered == NULL && request->splits == NULL && request->error_text == NULL) {
+        request->error_text == NULL) {
+        hr_request_drop_results(request);
         unowned = requests->spare;
         requests->spare = request;
     }

@@ -50,7 +50,7 @@ static struct hr_lone_rows *rows_of(const struct hr_round *round, int index) {
     return &round->team->partition.blocks[index].lone_rows[round->rounds % HR_LONE_ROWS_KEPT];
 }
 
-int hr_round_show_rows(struct hr_round *round, const struct hr_request *request) {
+int hr_round_show_rows(struct hr_round *round, const struct hr_request *request, int is_ahead) {
     struct hr_lone_rows *shown = rows_of(round, round->team->node->local_rank);
     hr_buffer_consume(&round->out, hr_buffer_size(&round->out));
     if (hr_wire_put(&round->out, &(struct hr_wire_message){.type = HR_WIRE_ROWS,
@@ -60,6 +60,7 @@ int hr_round_show_rows(struct hr_round *round, const struct hr_request *request)
         return 0;
     }
     shown->bytes = (uint32_t)hr_buffer_size(&round->out); /* partner: hr_round_enter */
+    shown->is_ahead = is_ahead;
     memcpy(shown->message, hr_buffer_front(&round->out), shown->bytes);
     return 1;
 }
@@ -137,6 +138,18 @@ int64_t hr_round_due_ns(struct hr_round *round, int64_t now_ns) {
     const int64_t due_ns = round->request->submit_ns + HR_ROUND_LIMIT_NS;
     round->is_given_up |= now_ns >= due_ns;
     return round->is_given_up ? HR_NEVER : due_ns;
+}
+
+int hr_round_is_ahead(const struct hr_round *round) {
+    const struct hr_team *team = round->team;
+    const struct hr_lone_rows *own = rows_of(round, team->node->local_rank);
+    for (int i = 0; i < team->local_size; i++) {
+        const struct hr_lone_rows *shown = rows_of(round, team->index_of_local[i]);
+        if (!shown->is_ahead || shown->bytes != own->bytes || memcmp(shown->message, own->message, own->bytes) != 0) {
+            return 0;
+        }
+    }
+    return 1;
 }
 
 int hr_round_collect_rows(struct hr_round *round, struct hr_wire_rows *rows) {

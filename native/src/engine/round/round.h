@@ -55,8 +55,11 @@ struct hr_round {
 int hr_round_is_for(const struct hr_team *team);
 /* Whether this rank can do so for a request of this id, at this place of the log, as far as a look tells. */
 int hr_round_may_enter(const struct hr_round *round, uint64_t place, uint32_t id);
-/* Before: writes the rows that this rank tells: 1, or 0 where there is no room for them. */
-int hr_round_show_rows(struct hr_round *round, const struct hr_request *request);
+/*
+ * Before: writes the rows that this rank tells: 1, or 0 where there is no room for them. is_ahead: it has begun as
+ * though all told the same.
+ */
+int hr_round_show_rows(struct hr_round *round, const struct hr_request *request, int is_ahead);
 /* Counts this rank in: 1, or 0 where the request is to be announced. */
 int hr_round_enter(struct hr_round *round, struct hr_request *request, uint64_t place);
 /* The state of the round of this rank. It is closed where this rank is about to sleep, or it has lasted too long. */
@@ -67,6 +70,8 @@ int hr_round_take_up(struct hr_round *round);
 enum hr_round_end hr_round_close_mine(const struct hr_round *round);
 /* The time when it has lasted too long; HR_NEVER: there is none, or it has. */
 int64_t hr_round_due_ns(struct hr_round *round, int64_t now_ns);
+/* It is complete: whether all ranks have begun ahead, and tell the same rows. */
+int hr_round_is_ahead(const struct hr_round *round);
 /* It is complete: the rows of all ranks, in their order. HORO_OK or a status. */
 int hr_round_collect_rows(struct hr_round *round, struct hr_wire_rows *rows);
 /* It is over, or dropped. Returns its request. */
