@@ -136,8 +136,8 @@ if TYPE_CHECKING:
             Those picked, their tensors, and those that need more of Python.
         """
 
-    def changed(gradients: list[Any], pending: object, /) -> list[int]:
-        """The places of those ``pending`` whose gradients were replaced, or changed more often than by their result."""
+    def changed(gradients: list[Any], pending: object, times: int, /) -> list[int]:
+        """The places of those ``pending`` whose gradients were replaced, or not changed so many times."""
 
     def is_shared(grad: Any, /) -> bool:
         """Whether another tensor may have the memory of a gradient. A sparse one has no storage."""

@@ -245,14 +245,14 @@ PyObject *hr_finish_each(PyObject *self, PyObject *const *given, Py_ssize_t Py_U
     return PyLong_FromSsize_t(at);
 }
 
-/* Whether a gradient that is written is another one or was changed once more; -1: an exception. */
-static int is_changed(Gradient *gradient) {
+/* Whether a gradient is another one, or was not changed so many times; -1: an exception. */
+static int is_changed(Gradient *gradient, long long times) {
     PyObject *held = is_none(gradient->held) ? NULL : Py_NewRef(gradient->held);
     PyObject *grad = PyObject_GetAttr(gradient->parameter, gradient_names.grad);
     int is_so = grad == NULL ? -1 : held == NULL || grad == Py_None || grad != PyTuple_GetItem(held, 0);
     if (is_so == 0) {
         long long version = number_in(PyObject_GetAttr(grad, gradient_names.version));
-        PyObject *before = PyErr_Occurred() ? NULL : PyLong_FromLongLong(version - 1);
+        PyObject *before = PyErr_Occurred() ? NULL : PyLong_FromLongLong(version - times);
         is_so = before == NULL ? -1 : PyObject_RichCompareBool(PyTuple_GetItem(held, 1), before, Py_NE);
         Py_XDECREF(before);
     }
@@ -261,12 +261,13 @@ static int is_changed(Gradient *gradient) {
     return is_so;
 }
 
-/* changed(gradients, pending) */
+/* changed(gradients, pending, times) */
 PyObject *hr_changed(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t Py_UNUSED(count)) {
-    PyObject *found = PyList_New(0);
+    const long long times = PyLong_AsLongLong(given[2]);
+    PyObject *found = PyErr_Occurred() ? NULL : PyList_New(0);
     for (Py_ssize_t i = 0; found != NULL && i < PyList_Size(given[0]); i++) {
         PyObject *item = Py_NewRef(PyList_GetItem(given[0], i)), *place = NULL;
-        int is_so = ((Gradient *)item)->pending == given[1] ? is_changed((Gradient *)item) : 0;
+        int is_so = ((Gradient *)item)->pending == given[1] ? is_changed((Gradient *)item, times) : 0;
         if (is_so < 0 || (is_so > 0 && ((place = PyLong_FromSsize_t(i)) == NULL || PyList_Append(found, place) != 0))) {
             Py_CLEAR(found);
         }

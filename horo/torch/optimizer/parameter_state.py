@@ -69,7 +69,7 @@ class ReductionOptions:
 class ParameterState(Gradient):
     """A parameter of the optimizer, and the progress of its gradient in the current step."""
 
-    __slots__ = ("kind", "name", "passes", "varies")
+    __slots__ = ("form", "kind", "name", "passes", "varies")
 
     def __init__(self, parameter: torch.Tensor, name: str) -> None:
         super().__init__()
@@ -79,6 +79,7 @@ class ParameterState(Gradient):
         """Bytes for which its gradient counts in a bucket, which is full at ``BUCKET_BYTES``."""
         self.again: list[CachedRequest | None] = [None, None]
         """The requests of this job for its gradient alone, of backward and of one that waits for it at once."""
+        self.form: tuple[object, ...] | None = None  # of the last gradient that a job of one rank has looked at
         self.kind: str | None = None  # of its operation in this job; None before its first reduction
         self.group: Group | None = None
         self.passes = 0  # backward passes since the last reduction
@@ -249,20 +250,36 @@ class PendingReduction:
             item.forget_changes()
 
 
-class PendingBucket(PendingReduction):
-    """Dense gradients in progress that are sent as they are, each by a request of its own.
+class _PendingGradients(PendingReduction):
+    """Gradients in progress that are their own results. Each is ``held`` in its state: it may not be changed."""
 
-    Each is ``held`` in its state: it may not be changed from there on.
-    """
+    __slots__ = ("_options", "_states")
 
-    __slots__ = ("_bucket", "_options", "_states")
+    def __init__(self, request: Request | None, states: list[ParameterState], options: ReductionOptions) -> None:
+        super().__init__(request, ())
+        self._states, self._options = states, options
+
+    def sent_for(self, state: ParameterState) -> torch.Tensor | None:
+        """As of the base class."""
+        return state.gradient()
+
+    def forget_changes(self) -> None:
+        """As of the base class."""
+        for state in self._states:
+            grad = state.gradient()
+            state.held = grad, 0 if grad is None else grad._version
+
+
+class PendingBucket(_PendingGradients):
+    """Dense gradients in progress that are sent as they are, each by a request of its own."""
+
+    __slots__ = ("_bucket",)
 
     def __init__(
         self, states: list[ParameterState], tensors: Sequence[torch.Tensor], options: ReductionOptions, *, sync: bool
     ) -> None:
         self._bucket = Bucket(states, tensors, sync=sync)
-        super().__init__(self._bucket, ())
-        self._states, self._options = states, options
+        super().__init__(self._bucket, states, options)
 
     def start(self) -> None:
         """Submits them. After an exception, those that were not submitted are not pending.
@@ -277,7 +294,7 @@ class PendingBucket(PendingReduction):
         options = self._options
         failed: list[tuple[ParameterState, PendingReduction, HoroError]] = []
         errors = self._bucket.wait()
-        for at in sorted({*errors, *changed(self._states, self)}):
+        for at in sorted({*errors, *changed(self._states, self, 1)}):
             each = self._states[at]
             if at not in errors:
                 failed.append((each, self, _changed(each, options)))
@@ -285,32 +302,38 @@ class PendingBucket(PendingReduction):
                 failed.append((each, PendingReduction(None, [PackedGradient(each, options)]), errors[at]))
         return failed
 
-    def sent_for(self, state: ParameterState) -> torch.Tensor | None:
-        """As of the base class."""
-        return state.gradient()
 
-    def forget_changes(self) -> None:
-        """As of the base class."""
+class UnsentReduction(_PendingGradients):
+    """Gradients that a job of one rank sends to nobody. Errors are the same as with more ranks."""
+
+    __slots__ = ()
+
+    def __init__(self, states: Iterable[ParameterState], options: ReductionOptions) -> None:
+        super().__init__(None, [state for state in states if _is_kept(state, options)], options)
         for state in self._states:
-            grad = state.gradient()
-            state.held = grad, 0 if grad is None else grad._version
+            state.pending = self
+
+    def finish_each(self, state: ParameterState) -> list[tuple[ParameterState, PendingReduction, HoroError]]:
+        """As of the base class."""
+        states = [self._states[at] for at in changed(self._states, self, 0)]
+        return [(each, self, _changed(each, self._options)) for each in states]
 
 
-class UnsentReduction(PendingReduction):
-    """A gradient that a job of one rank sends to nobody. Errors are the same as with more ranks."""
-
-    __slots__ = ("watched",)
-
-    def __init__(self, state: ParameterState, grad: torch.Tensor, kind: str, options: ReductionOptions) -> None:
-        super().__init__(None, ())
+def _is_kept(state: ParameterState, options: ReductionOptions) -> bool:
+    """Holds the gradient, if there is one, after a look at it if it is of another kind than the last one."""
+    grad = state.gradient()
+    if grad is None:
+        return False
+    form = type(grad), grad.dtype, grad.layout, grad.device
+    if form != state.form:
         if state.group is not None:
             refuse_sparse(state, grad, options)
-        check_tensor(sparse_values(grad) if grad.layout is torch.sparse_coo else grad, kind, state.name, reduced=True)
-        self.watched = WatchedGradient(state, grad, options)
-
-    def finish(self) -> None:
-        """As ``PendingReduction.finish``."""
-        self.watched.check(0)
+        sent = sparse_values(grad) if grad.layout is torch.sparse_coo else grad
+        check_tensor(sent, str(state.kind), state.name, reduced=True)
+        state.form = form
+    if state.held is None:
+        state.held = grad, grad._version
+    return True
 
 
 class PendingSparseReduction(PendingReduction):

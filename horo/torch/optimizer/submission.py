@@ -80,6 +80,11 @@ class GradientSubmitter:
 
         ``state.shares`` is known. Returns the last request.
         """
+        if not states:
+            return None
+        if self.membership.size == 1:
+            UnsentReduction([state for state in states if state.pending is None], self.options)
+            return None
         # else a compressor or the profiler is to see each of them
         if self.options.compression is Compression.none and not profiling._is_profiler_enabled:
             begun, tensors, others = pick(states, sync, self._first() if self.progress.mark else None)
@@ -105,13 +110,12 @@ class GradientSubmitter:
 
     def submit(self, state: ParameterState, sync: bool = False) -> None:
         """Submits the request of the state, or of its group. Autograd is off."""
-        if self.membership.size == 1:
-            for member in [state] if state.group is None else state.group.states:
-                grad = member.parameter.grad if member.held is None else member.held[0]
-                if grad is not None:
-                    self._set_pending([member], UnsentReduction(member, grad, _kind(member), self.options))
-            return
         group = _group_of(state)
+        if self.membership.size == 1:
+            members = [state] if group is None else group.states
+            UnsentReduction(members, self.options)
+            self.handles.update((member.parameter, None) for member in members if member.pending is not None)
+            return
         if group is not None:
             self._submit_dense(group.name, [member for member in group.states if _group_of(member)], sync)
             return
