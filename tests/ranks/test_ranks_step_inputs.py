@@ -256,3 +256,30 @@ def test_the_step_of_a_base_class_is_a_part_on_every_rank_also_if_it_raises(op: 
             optimizer.step()
         assert_close(model.parameters(), wanted)
     assert hvd.allgather_object(bits_of(model)) == [bits_of(model)] * hvd.size()
+
+
+@pytest.mark.parametrize("options", [{}, {"op": "Adasum"}, {"sharding": "optimizer"}], ids=str)
+@on("ranks2")
+def test_a_step_that_a_post_hook_calls_is_one_of_its_own(options: dict[str, Any]) -> None:
+    def train(is_hooked: bool) -> torch.nn.Module:
+        model = make_model()
+        given: Any = options | ({"op": hvd.Adasum} if "op" in options else {})
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), **given)
+
+        def step(number: int) -> None:
+            optimizer.zero_grad()
+            make_loss(model, hvd.rank(), number).backward()
+            optimizer.step()
+
+        again: list[int] = []
+        optimizer.register_step_post_hook(lambda *_: step(again.pop()) if again else None)
+        for number in range(3):
+            again += [10 + number] * is_hooked
+            step(number)
+            if not is_hooked:
+                step(10 + number)
+        return model
+
+    model, wanted = train(is_hooked=True), train(is_hooked=False)
+    assert_close(model.parameters(), [value.detach() for value in wanted.parameters()])
+    assert hvd.allgather_object(bits_of(model)) == [bits_of(model)] * hvd.size()

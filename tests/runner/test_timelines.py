@@ -15,6 +15,7 @@ from horo.runner.cli import parse
 from horo.runner.config import JobError, TimelineMerge
 from horo.runner.job.merge_timelines import run_and_merge
 
+STEPS = 40
 TRAIN = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).resolve().parent.parent)!r})
@@ -22,7 +23,7 @@ from plain_rank import Rank
 
 rank = Rank()
 rank.start()
-for step in range(200):
+for step in range({STEPS}):
     rank.allreduce(f"allreduce.t{{step % 4}}", 100_000)
 rank.close()
 """
@@ -58,8 +59,8 @@ def test_rank_0_writes_the_file_where_hororun_was_called(hororun: Hororun, tmp_p
     done = hororun.start(*words, cwd=tmp_path).finish()
     assert (done.returncode, done.stderr) == (0, "")
     events = parse_timeline(tmp_path / "t.json")
-    assert rows_of(events)["allreduce.t3"] == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE", "  SHM_ALLREDUCE"] * 50
-    assert sum(event.get("name") == "CYCLE_START" for event in events) >= 200
+    assert rows_of(events)["allreduce.t3"] == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE", "  SHM_ALLREDUCE"] * (STEPS // 4)
+    assert sum(event.get("name") == "CYCLE_START" for event in events) >= STEPS
     assert [path.name for path in tmp_path.iterdir() if "json" in path.name] == ["t.json"]
 
 
@@ -75,7 +76,7 @@ def test_the_timelines_of_all_ranks_are_merged_at_the_end(
     assert re.fullmatch(r"hororun: all\.json: 2 ranks, \d+ events(, \d+ arrows to ranks that waited: .*)?", said)
     assert code or done.stderr.count("\n") == 1
     events = parse_timeline(tmp_path / "all.json")
-    assert sum(each["ph"] == "B" and each["name"] == "SHM_ALLREDUCE" for each in events) == 400
+    assert sum(each["ph"] == "B" and each["name"] == "SHM_ALLREDUCE" for each in events) == 2 * STEPS
 
 
 ENDS = {
@@ -90,7 +91,7 @@ def test_the_files_are_there_however_the_job_ends(hororun: Hororun, tmp_path: Pa
     code, script = ENDS[end]
     wait = (
         "import os, time\nfrom horo.timeline.recording import rows_of\n"
-        "while os.stat(rows_of(f't-{rank.job.rank}.json')).st_size < 200 * 72:\n    time.sleep(0.001)\n"
+        f"while os.stat(rows_of(f't-{{rank.job.rank}}.json')).st_size < {STEPS} * 72:\n    time.sleep(0.001)\n"
         "rank.allreduce('all are here')\n"
     )
     (tmp_path / "train.py").write_text(TRAIN.replace("rank.close()\n", wait + script))

@@ -78,6 +78,17 @@ ROOMS: dict[str, tuple[str, ...]] = {
 """Per room, a folder or a module, what of the same package it may import. Others may import all."""
 
 
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """All statements below ``tree``, with handlers and cases. Most of a tree are expressions, which nobody visits."""
+    for child in _inner(tree):
+        yield child
+        yield from statements(child)
+
+
+def _inner(node: ast.AST) -> list[ast.AST]:
+    return [child for name in ("body", "handlers", "orelse", "finalbody", "cases") for child in getattr(node, name, ())]
+
+
 def check_sizes(path: Path, text: str) -> list[str]:
     """Files under 500 lines (tests: 700), functions of at most 70 (the docstring not counted)."""
     found = []
@@ -85,7 +96,7 @@ def check_sizes(path: Path, text: str) -> list[str]:
     limit = TEST_FILE_LINES_MAX if path.parts[0] == "tests" else FILE_LINES_MAX
     if line_count >= limit:
         found.append(finding(path, line_count, f"{line_count} lines; files stay under {limit}"))
-    for node in ast.walk(ast.parse(text)):
+    for node in statements(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if ast.get_docstring(node) is not None:
@@ -101,7 +112,7 @@ def imports(tree: ast.Module, package: str) -> Iterator[tuple[str, int, bool]]:
     """Every import at run time as (absolute module, line, at module level)."""
 
     def visit(node: ast.AST, is_top: bool) -> Iterator[tuple[str, int, bool]]:
-        for child in ast.iter_child_nodes(node):
+        for child in _inner(node):
             if isinstance(child, ast.Import):
                 yield from ((alias.name, child.lineno, is_top) for alias in child.names)
             elif isinstance(child, ast.ImportFrom):
@@ -111,7 +122,7 @@ def imports(tree: ast.Module, package: str) -> Iterator[tuple[str, int, bool]]:
                     base = ".".join([*parents, base]).rstrip(".")
                 yield from ((f"{base}.{alias.name}", child.lineno, is_top) for alias in child.names)
             elif not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
-                is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+                is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
                 yield from visit(child, is_top and not is_function)
 
     yield from visit(tree, is_top=True)
@@ -119,11 +130,14 @@ def imports(tree: ast.Module, package: str) -> Iterator[tuple[str, int, bool]]:
 
 def check_imports(path: Path, text: str) -> list[str]:
     """Import directions, by ``IMPORT_RULES``."""
+    rules = [
+        rule
+        for rule in IMPORT_RULES
+        if _lies_in(path, rule.where) and not any(_lies_in(path, other) for other in rule.unless)
+    ]
     found = []
     for module, line, is_top in imports(ast.parse(text), _dotted(path.parent)):
-        for rule in IMPORT_RULES:
-            if not _lies_in(path, rule.where) or any(_lies_in(path, other) for other in rule.unless):
-                continue
+        for rule in rules:
             names_it = any(_is_within(module, name) for name in rule.what)
             if names_it and (is_top or not rule.lazily):
                 found.append(finding(path, line, f"imports {module}: {rule.why}"))
@@ -161,7 +175,7 @@ def _lies_in(path: PurePath, where: str) -> bool:
 def check_docstrings(path: Path, text: str) -> list[str]:
     """A docstring, also one of a variable, begins with its subject or with a verb: no clause stands for a noun."""
     found = []
-    for node in ast.walk(ast.parse(text)):
+    for node in statements(ast.parse(text)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             words = node.value.value.split()
             if words and words[0] in NOUN_CLAUSES:
@@ -172,7 +186,7 @@ def check_docstrings(path: Path, text: str) -> list[str]:
 def check_messages(path: Path, text: str) -> list[str]:
     """The message of an error, behind the name of a call (``"join: ..."``), begins as a docstring does, or asks."""
     found = []
-    for node in ast.walk(ast.parse(text)):
+    for node in statements(ast.parse(text)):
         if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args):
             continue
         message = node.exc.args[0]
@@ -195,6 +209,8 @@ def check_environment(path: Path, text: str) -> list[str]:
     if path.parts[0] != "horo" or path == PurePath("horo/config/table.py"):
         return []
     names = {"environ", "environb", "getenv", "putenv", "getenvb"}
+    if not any(name in text for name in names):
+        return []
     found = []
     for node in ast.walk(ast.parse(text)):
         is_attribute = isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os"

@@ -6,7 +6,6 @@ import gc
 import os
 import resource
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -20,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from descriptors import open_descriptors
-from jobs import TORCH_S, Hororun, run_python, wait_until
+from jobs import run_python, wait_until
 from rank_pool import RankPool, on
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -443,7 +442,8 @@ def test_groups_that_are_made_again_after_aborts_leave_nothing() -> None:
     assert max(counts[10:]) <= max(counts[2:10]), counts
 
 
-def test_without_an_import_of_horo_by_hororun_torchrun_and_alone(tmp_path: Path, hororun: Hororun) -> None:
+def test_without_an_import_of_horo_by_torchrun_and_alone(tmp_path: Path) -> None:
+    """And by hororun in test_distributed_steps.py."""
     script = tmp_path / "train.py"
     script.write_text(
         "import sys, torch, torch.distributed as dist\n"
@@ -453,8 +453,6 @@ def test_without_an_import_of_horo_by_hororun_torchrun_and_alone(tmp_path: Path,
         # in one write: torchrun's ranks are unbuffered and share a pipe
         "sys.stdout.write(f'sum {tensor.tolist()} {\"horo.torch\" in sys.modules}\\n')\n"
     )
-    done = hororun.start("-np", "2", "--no-prefix", sys.executable, str(script)).finish(TORCH_S)
-    assert (done.returncode, done.stdout.count("sum [2.0, 2.0] True"), done.stderr) == (0, 2, "")
     done = run_python("-m", "torch.distributed.run", "--nproc-per-node", "2", str(script))
     assert (done.returncode, done.stdout.count("sum [2.0, 2.0] True")) == (0, 2), done.stderr
     assert "horo" not in done.stderr

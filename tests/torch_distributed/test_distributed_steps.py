@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("horo")
+assert "horo.torch" in sys.modules  # by torch: the script does not import it
 rank = dist.get_rank()
 model = DistributedDataParallel(torch.nn.Linear(64, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -31,6 +31,7 @@ __all__ = [
     "forgets_works",
     "forward_mode",
     "has_step_hooks",
+    "has_stepped",
     "has_tangent",
     "is_autograd_compiled",
     "is_step_hooked",
@@ -283,6 +284,11 @@ def code_of_hooked_step() -> CodeType | None:
     hook: Any = getattr(torch.optim.Optimizer, "profile_hook_step", None)
     code: CodeType | None = None if hook is None else hook(lambda: None).__code__
     return code
+
+
+def has_stepped(frame: FrameType) -> bool:
+    """Whether the frame, of ``code_of_hooked_step``, has called the step, and calls post-hooks now."""
+    return "out" in frame.f_locals
 
 
 def rehook_step(kind: Any) -> None:

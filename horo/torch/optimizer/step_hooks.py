@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from horo.torch.compat.torch_private import calls_scaled_step, code_of_hooked_step, is_unscaled
+from horo.torch.compat.torch_private import calls_scaled_step, code_of_hooked_step, has_stepped, is_unscaled
 from horo.torch.optimizer.step_inputs import callers
 
 __all__ = ["UndoingStep", "closure_of", "is_inside_step", "scaler_has_looked", "with_closure"]
@@ -57,10 +57,12 @@ def is_inside_step(optimizer: torch.optim.Optimizer) -> bool:
 
     A step may call that of its base class, and torch has hooks around this one where an optimizer of the base class was
     made before: on some ranks. The call stack shows it also if such a call has raised, which no hook behind it sees.
+    One that a post-hook of the user calls is a step of its own.
     """
     frame, steps = sys._getframe(1).f_back, 0
     while frame is not None and steps < 2:
-        steps += frame.f_code is _hooked_step() and frame.f_locals.get("self") is optimizer
+        if frame.f_code is _hooked_step() and frame.f_locals.get("self") is optimizer:
+            steps += steps == 0 or not has_stepped(frame)
         frame = frame.f_back
     return steps == 2
 
