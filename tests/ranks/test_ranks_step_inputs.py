@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # ranks get functions without what classes in them are annotated by
 
+import functools
 import math
 from contextlib import nullcontext
 from typing import Any
@@ -22,6 +23,7 @@ from small_model import (
 )
 
 import horo.torch as hvd
+from horo.errors import UsageError
 
 EPOCHS = 4
 OVERFLOW = 1, 2
@@ -283,3 +285,41 @@ def test_a_step_that_a_post_hook_calls_is_one_of_its_own(options: dict[str, Any]
     model, wanted = train(is_hooked=True), train(is_hooked=False)
     assert_close(model.parameters(), [value.detach() for value in wanted.parameters()])
     assert hvd.allgather_object(bits_of(model)) == [bits_of(model)] * hvd.size()
+
+
+class _NeverMade(_Half):
+    """So torch has no hooks around its step."""
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(0.1 * parameter.grad)
+
+
+class _Computes(_NeverMade):
+    loss: Any = None
+
+    def step(self) -> None:
+        self.zero_grad()
+        self.loss().backward()
+        super().step()
+
+
+@pytest.mark.parametrize("ready", ["backward", "step"])
+@on("ranks2")
+def test_gradients_that_a_step_computes_are_averaged_or_an_error(ready: str) -> None:
+    model = make_model()
+    optimizer: Any = hvd.DistributedOptimizer(_Computes(model.parameters()), gradients_ready=ready)
+    for step in range(6):
+        wanted = [
+            value.detach() - 0.1 * mean
+            for value, mean in zip(model.parameters(), mean_gradients(model, hvd.size(), step), strict=True)
+        ]
+        optimizer.loss = functools.partial(make_loss, model, hvd.rank(), step)
+        if ready == "step":
+            with pytest.raises(UsageError, match="used gradients of this rank alone, so ranks have parted"):
+                optimizer.step()
+            optimizer.zero_grad()
+            return
+        optimizer.step()
+        assert_close(model.parameters(), wanted)

@@ -257,13 +257,25 @@ class GradientReducer(abc.ABC):
         return with_closure(args, kwargs, ReducingClosure(closure, self))
 
     def after_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A torch step post-hook."""
+        """A torch step post-hook.
+
+        Raises:
+            UsageError: The step has computed gradients itself, which are not averaged.
+        """
         if is_inside_step(optimizer):
             return
         self.is_reduced = False
-        if not self.steps_alone:  # else it is a step of this rank alone
-            self.submitter.progress.reductions = 0
-            self.membership.end_step()
+        if self.steps_alone:  # it is a step of this rank alone
+            return
+        self.submitter.progress.reductions = 0
+        self.membership.end_step()
+        if self.is_local:
+            self.drain()
+            self.is_local = False
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() has called backward() and used gradients of this rank alone, so "
+                "ranks have parted: let it compute gradients in a closure, or use gradients_ready='backward'"
+            )
 
     def end_closure(self) -> None:
         """Called after the closure of a step."""
