@@ -111,42 +111,10 @@ class Group:
         self.waiting: set[ParameterState] = set()
 
 
-class WatchedGradient:
-    """A gradient that may not be changed while it is being reduced."""
+class PackedGradient:
+    """A gradient during its reduction, when it may not be changed, and the tensor that is sent for it."""
 
-    __slots__ = ("grad", "options", "state", "version", "was_touched")
-
-    def __init__(self, state: ParameterState, grad: torch.Tensor, options: ReductionOptions) -> None:
-        self.state = state
-        self.grad = grad
-        self.options = options
-        self.version = version = grad._version
-        held = state.held
-        self.was_touched = held is not None and (held[0] is not grad or held[1] != version)
-
-    def forget_changes(self) -> None:
-        """Lets the changes up to now count for nothing."""
-        self.version, self.was_touched = self.grad._version, False
-
-    def check(self, changes: int) -> None:
-        """Checks that the gradient was changed so many times only.
-
-        Raises:
-            UsageError: It was changed more often, or replaced.
-        """
-        grad = self.grad
-        if self.was_touched or self.state.parameter.grad is not grad or grad._version != self.version + changes:
-            raise _changed(self.state, self.options)
-
-
-def _changed(state: ParameterState, options: ReductionOptions) -> UsageError:
-    return UsageError(f"the gradient of {state.name!r} was changed while it was being reduced; {options.advice}")
-
-
-class PackedGradient(WatchedGradient):
-    """A gradient during its reduction, and the tensor that is sent for it."""
-
-    __slots__ = ("changes", "context", "dense", "sent")
+    __slots__ = ("changes", "context", "dense", "grad", "options", "sent", "state", "version", "was_touched")
 
     def __init__(self, state: ParameterState, options: ReductionOptions) -> None:
         parameter = state.parameter
@@ -160,26 +128,36 @@ class PackedGradient(WatchedGradient):
             dense = grad.to_dense()
         elif state.shares:
             dense = grad.data  # has a count of changes of its own
-        super().__init__(state, grad, options)
-        self.dense = dense
+        held = state.held
+        self.was_touched = held is not None and (held[0] is not grad or held[1] != grad._version)
+        self.state, self.grad, self.dense, self.options = state, grad, dense, options
         self.sent, self.context = options.compression.compress(dense)
         self.changes = 1 if self.sent is grad else _shared_changes(self.sent, dense, grad)
         """The number of changes of the gradient that are counted when the result is written to the tensor sent."""
         self.version = grad._version
 
+    def forget_changes(self) -> None:
+        """Lets the changes up to now count for nothing."""
+        self.version, self.was_touched = self.grad._version, False
+
     def unpack(self) -> None:
         """Checks that the gradient was not changed meanwhile, and writes the result into it unless it is there.
 
         Raises:
-            UsageError: The gradient was changed.
+            UsageError: The gradient was changed more often, or replaced.
         """
         grad = self.grad
-        self.check(self.changes)
+        if self.was_touched or self.state.parameter.grad is not grad or grad._version != self.version + self.changes:
+            raise _changed(self.state, self.options)
         reduced = self.options.compression.decompress(self.sent, self.context)
         if grad.layout is torch.sparse_coo:
             self.state.parameter.grad = reduced.to_sparse(grad.sparse_dim()).coalesce()
         elif reduced is not self.dense:
             self.dense.copy_(reduced)
+
+
+def _changed(state: ParameterState, options: ReductionOptions) -> UsageError:
+    return UsageError(f"the gradient of {state.name!r} was changed while it was being reduced; {options.advice}")
 
 
 class UnusedGradient:
@@ -197,7 +175,7 @@ class UnusedGradient:
         self.sent = state.parameter.detach().new_zeros((1,) * _UNUSED_DIMENSIONS)
 
     def forget_changes(self) -> None:
-        """As of ``WatchedGradient``: there is nothing that could change."""
+        """As of ``PackedGradient``: there is nothing that could change."""
 
     def unpack(self) -> None:
         """Nobody has used the parameter: ``p.grad`` stays None."""
