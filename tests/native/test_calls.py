@@ -89,11 +89,12 @@ def test_gradients_go_through_hooks_and_loops(rank: Rank) -> None:
         assert all(each.pending is bucket and each.handle > 0 for each in begun)
         assert pick(gradients, True, None)[0] == []
         assert job.finish_each(begun, 0) == 4
-        assert changed(begun, bucket) == [0, 1, 2, 3]  # the results are not counted
+        assert changed(begun, bucket, 1) == [0, 1, 2, 3]  # the results are not counted
+        assert changed(begun, bucket, 0) == []
         torch._C._increment_version(tensors)
-        assert changed(begun, bucket) == changed(begun, None) == []
+        assert changed(begun, bucket, 1) == changed(begun, None, 1) == []
         begun[1].parameter.grad = torch.zeros(2)
-        assert changed(begun, bucket) == [1]
+        assert changed(begun, bucket, 1) == [1]
         for gradient in gradients:
             gradient.pending = gradient.held = None
         bucket.states.clear()
