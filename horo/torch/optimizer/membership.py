@@ -87,6 +87,8 @@ class Membership:
         self._rounds = 0
         """The number of times that all ranks of the job had joined when it took part last."""
         runtime = _runtime.find()
+        self.is_alone = False
+        """Whether ``size`` is 1. Hooks look at it."""
         self._made_in = None if runtime is None else weakref.ref(runtime)
         """The runtime of the job in which it was made, if any."""
         self._made_after = 0 if runtime is None else runtime.joining.rounds
@@ -189,6 +191,7 @@ class Membership:
             follower.leave_job()
         self._begin_anew(rounds)
         self._runtime, self._team = runtime, team
+        self.is_alone = runtime is not None and team is not None and runtime.teams.size_for(team) == 1
         if runtime is not None:
             runtime.course.find_unused = _find_unused
         if was_pending and not forget:

@@ -82,7 +82,7 @@ class GradientSubmitter:
         """
         if not states:
             return None
-        if self.membership.size == 1:
+        if self.membership.is_alone:
             UnsentReduction([state for state in states if state.pending is None], self.options)
             return None
         # else a compressor or the profiler is to see each of them
@@ -111,7 +111,7 @@ class GradientSubmitter:
     def submit(self, state: ParameterState, sync: bool = False) -> None:
         """Submits the request of the state, or of its group. Autograd is off."""
         group = _group_of(state)
-        if self.membership.size == 1:
+        if self.membership.is_alone:
             members = [state] if group is None else group.states
             UnsentReduction(members, self.options)
             self.handles.update((member.parameter, None) for member in members if member.pending is not None)
