@@ -11,7 +11,7 @@ from parallel import CheckedBuild, ParallelBuild
 
 setup(
     packages=find_packages(include=["horo", "horo.*"]),  # horo/runner is a link to runner/
-    package_dir={"": "."},  # as is; said, an editable install needs no finder, which each start of Python would import
+    package_dir={"": "."},  # else each start of Python imports a finder for the editable install
     cmdclass={"build": CheckedBuild, "build_ext": ParallelBuild},
     cffi_modules=["native/build.py:ffibuilder"],
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
