@@ -208,6 +208,12 @@ def test_an_argument_that_is_no_closure_is_passed_on(op: str, ready: str | None)
     assert_close(model.parameters(), [value - 0.5 for value in start])
 
 
+def _moved(model: torch.nn.Module, step: int, amount: float) -> list[torch.Tensor]:
+    """The parameters that a step of SGD by the mean gradients must give."""
+    means = mean_gradients(model, hvd.size(), step)
+    return [value.detach() - amount * mean for value, mean in zip(model.parameters(), means, strict=True)]
+
+
 class _Half(torch.optim.Optimizer):
     """SGD, half of whose step does; torch has hooks around this step where one of this class was made."""
 
@@ -248,10 +254,7 @@ def test_the_step_of_a_base_class_is_a_part_on_every_rank_also_if_it_raises(op: 
     for step in range(12):
         _Half.fails, _Halves.catches = step in {2, 3, 9}, step in {3, 9}
         moves = 1 if step == 2 else 2
-        wanted = [
-            value.detach() - moves * scale * mean
-            for value, mean in zip(model.parameters(), mean_gradients(model, hvd.size(), step), strict=True)
-        ]
+        wanted = _moved(model, step, moves * scale)
         optimizer.zero_grad()
         make_loss(model, hvd.rank(), step).backward()
         with pytest.raises(RuntimeError, match="a half fails") if moves == 1 else nullcontext():
@@ -311,10 +314,7 @@ def test_gradients_that_a_step_computes_are_averaged_or_an_error(ready: str) -> 
     model = make_model()
     optimizer: Any = hvd.DistributedOptimizer(_Computes(model.parameters()), gradients_ready=ready)
     for step in range(6):
-        wanted = [
-            value.detach() - 0.1 * mean
-            for value, mean in zip(model.parameters(), mean_gradients(model, hvd.size(), step), strict=True)
-        ]
+        wanted = _moved(model, step, 0.1)
         optimizer.loss = functools.partial(make_loss, model, hvd.rank(), step)
         if ready == "step":
             with pytest.raises(UsageError, match="used gradients of this rank alone, so ranks have parted"):

@@ -12,7 +12,7 @@ import torch
 
 from horo.torch.compat import torch_private
 
-__all__ = ["keep_from_dynamo", "keep_step_hooks"]
+__all__ = ["hooked_step", "keep_from_dynamo", "keep_step_hooks"]
 
 _TRACED = ("horo.torch.lifecycle", "horo.torch.engine.topology", "horo.torch.engine.runtime")
 """``rank()`` and ``size()`` are constants to a compiled function."""
@@ -60,7 +60,7 @@ def keep_step_hooks(optimizer: torch.optim.Optimizer) -> None:
     kind: Any = type(optimizer)
     if not torch_private.is_step_hooked(kind):
         return
-    hooked, step = _hooked_step(), kind.step
+    hooked, step = hooked_step(), kind.step
     while step is not None:
         if hooked is None or getattr(step, "__code__", None) is hooked:
             return
@@ -68,4 +68,5 @@ def keep_step_hooks(optimizer: torch.optim.Optimizer) -> None:
     torch_private.rehook_step(kind)
 
 
-_hooked_step = functools.cache(torch_private.code_of_hooked_step)
+hooked_step = functools.cache(torch_private.code_of_hooked_step)
+"""The same code each time."""

@@ -156,7 +156,7 @@ class DeltaReducer:
             if self._has_failed:
                 self.drain()
             raise
-        self._forget()
+        self.forget()
         self.membership.end_step()
 
     def _combined(self) -> list[torch.Tensor]:
@@ -214,7 +214,8 @@ class DeltaReducer:
             except ResourceError as error:  # a GPU
                 self._failures[number] = error
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Begins anew at the values that parameters have now: a step that was broken off is not undone."""
         self._starts, self._sent, self._requests, self._failures = {}, [], [], []
         self._has_failed = self._is_undone = False
 
@@ -238,18 +239,14 @@ class DeltaReducer:
     def drain(self) -> None:
         """Waits for the requests that a step has left, and drops their results: the next step starts anew."""
         self._finish()
-        self._forget()
+        self.forget()
 
     def hook(self, state: ParameterState) -> None:
         """Hooks no parameter."""
 
     def leave_job(self) -> None:
         """Begins anew in another job: the requests of the one before have ended with it."""
-        self._forget()
-
-    def forget(self) -> None:
-        """Begins anew at the values that parameters have now: a step that was broken off is not undone."""
-        self._forget()
+        self.forget()
 
     def begin_job(self) -> None:
         """There is nothing that ranks know of each other."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 
 import torch
 
 from horo.errors import UsageError
 from horo.torch.engine import runtime
 from horo.torch.optimizer.gradient_reducer import GradientReducer
-from horo.torch.optimizer.membership import HOOK_LOCK, Membership
+from horo.torch.optimizer.membership import HOOK_LOCK
 from horo.torch.optimizer.parameter_state import ParameterState, refuse_sparse
 from horo.torch.optimizer.shared_gradients import note_version
 from horo.torch.optimizer.step_hooks import scaler_has_looked
@@ -33,9 +32,6 @@ class StepReducer(GradientReducer):
         "call optimizer.synchronize() before you clip, unscale or replace gradients, then optimizer.step() inside "
         "optimizer.skip_synchronize()"
     )
-
-    def __init__(self, membership: Membership, groups: Sequence[Sequence[torch.Tensor]]) -> None:
-        super().__init__(membership, groups)
 
     def synchronize(self) -> None:
         """Reduces every gradient that is not yet in progress and waits for all: then all ranks have equal ``p.grad``.

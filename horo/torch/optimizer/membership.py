@@ -86,9 +86,9 @@ class Membership:
         """The runtime of the job that it has taken part in last."""
         self._rounds = 0
         """The number of times that all ranks of the job had joined when it took part last."""
-        runtime = _runtime.find()
         self.is_alone = False
-        """Whether ``size`` is 1. Hooks look at it."""
+        """Whether ``size`` is 1, for hooks: they would look it up for each bucket."""
+        runtime = _runtime.find()
         self._made_in = None if runtime is None else weakref.ref(runtime)
         """The runtime of the job in which it was made, if any."""
         self._made_after = 0 if runtime is None else runtime.joining.rounds

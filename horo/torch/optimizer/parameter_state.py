@@ -287,7 +287,7 @@ class UnsentReduction(_PendingGradients):
     __slots__ = ()
 
     def __init__(self, states: Iterable[ParameterState], options: ReductionOptions) -> None:
-        super().__init__(None, [state for state in states if _is_kept(state, options)], options)
+        super().__init__(None, [state for state in states if _hold(state, options)], options)
         for state in self._states:
             state.pending = self
 
@@ -297,8 +297,8 @@ class UnsentReduction(_PendingGradients):
         return [(each, self, _changed(each, self._options)) for each in states]
 
 
-def _is_kept(state: ParameterState, options: ReductionOptions) -> bool:
-    """Holds the gradient, if there is one, after a look at it if it is of another kind than the last one."""
+def _hold(state: ParameterState, options: ReductionOptions) -> bool:
+    """Holds the gradient, after a look at it if it is of another kind than the last one; whether there is one."""
     grad = state.gradient()
     if grad is None:
         return False

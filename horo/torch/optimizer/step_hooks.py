@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from horo.torch.compat.torch_private import calls_scaled_step, code_of_hooked_step, has_stepped, is_unscaled
+from horo.torch.compat.dynamo import hooked_step
+from horo.torch.compat.torch_private import calls_scaled_step, has_stepped, is_unscaled
 from horo.torch.optimizer.step_inputs import callers
 
 __all__ = ["UndoingStep", "closure_of", "is_inside_step", "scaler_has_looked", "with_closure"]
-
-_hooked_step = functools.cache(code_of_hooked_step)
 
 
 class UndoingStep:
@@ -59,9 +58,9 @@ def is_inside_step(optimizer: torch.optim.Optimizer) -> bool:
     made before: on some ranks. The call stack shows it also if such a call has raised, which no hook behind it sees.
     One that a post-hook of the user calls is a step of its own.
     """
-    frame, steps = sys._getframe(1).f_back, 0
+    frame, steps, hooked = sys._getframe(1).f_back, 0, hooked_step()
     while frame is not None and steps < 2:
-        if frame.f_code is _hooked_step() and frame.f_locals.get("self") is optimizer:
+        if frame.f_code is hooked and frame.f_locals.get("self") is optimizer:
             steps += steps == 0 or not has_stepped(frame)
         frame = frame.f_back
     return steps == 2
