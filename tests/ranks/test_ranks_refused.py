@@ -159,13 +159,17 @@ REFUSALS: list[tuple[str, Any, Any, str]] = [
 
 
 @pytest.mark.parametrize("name", ["x", None])
-@pytest.mark.parametrize("row", range(len(REFUSALS)), ids=[f"{row[0]}: {row[3]}" for row in REFUSALS])
+@pytest.mark.parametrize(
+    ("call", "right", "wrong", "reason"),
+    [(CALLS[row[0]], *row[1:]) for row in REFUSALS],
+    ids=[f"{row[0]}: {row[3]}" for row in REFUSALS],
+)
 @on("ranks2")
-def test_all_ranks_get_the_rank_and_its_reason_and_go_on(row: int, name: str | None) -> None:
-    kind, right, wrong, reason = REFUSALS[row]
-
+def test_all_ranks_get_the_rank_and_its_reason_and_go_on(
+    call: Callable[[Any, str | None], Any], right: Any, wrong: Any, reason: str, name: str | None
+) -> None:
     def take_part(given: Any) -> None:
-        CALLS[kind](given() if isinstance(given, FunctionType) else copy.deepcopy(given), name)
+        call(given() if isinstance(given, FunctionType) else copy.deepcopy(given), name)
 
     for refuses in (0, 1, 1, 0):
         with pytest.raises(UsageError) as caught:
