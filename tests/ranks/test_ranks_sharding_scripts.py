@@ -2,10 +2,8 @@
 
 from __future__ import annotations  # ranks get functions without what classes in them are annotated by
 
-import copy
 import mmap
 import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -94,32 +92,6 @@ def test_an_optimizer_that_writes_all_parameters_in_its_step(kind: Any) -> None:
         assert_pair_is_alike(pair, in_order=False)
 
 
-@on("ranks")
-def test_state_that_is_cleared_comes_back_in_the_same_order() -> None:
-    pair = _pair(torch.optim.Adam, lr=0.01)
-    for model, optimizer in pair:
-        model.register_parameter("empty", torch.nn.Parameter(torch.empty(0, 3)))
-        optimizer.add_param_group({"params": [model.empty]})
-        take_steps(model, optimizer, range(2))
-        optimizer.state.clear()
-        take_steps(model, optimizer, range(2, 4))
-    assert_pair_is_alike(pair)
-
-
-@on("ranks")
-def test_a_parameter_that_a_script_replaces() -> None:
-    pair = _pair(torch.optim.Adam, lr=0.01)
-    for model, optimizer in pair:
-        take_steps(model, optimizer, range(2))
-        old, new = model[0].weight, torch.nn.Parameter(torch.full((6, 4), 0.1, dtype=torch.float64))
-        group = optimizer.param_groups[0]
-        group["params"] = [new if parameter is old else parameter for parameter in group["params"]]
-        model[0].weight = new
-        del optimizer.state[old]
-        take_steps(model, optimizer, range(2, 5))
-    assert_pair_is_alike(pair)
-
-
 @on("ranks2")
 def test_a_model_that_is_shared_with_other_processes_before_each_step_takes_no_more_memory() -> None:
     pair = _pair(torch.optim.Adam, lr=0.01)
@@ -177,35 +149,6 @@ def test_a_rank_without_memory_for_state_leaves_no_half_of_it() -> None:
         optimizer.state_dict()
 
 
-def _in_child(act: Callable[[], Any]) -> int:
-    """How a forked child ends that does this; 0 if it returns."""
-    child = os.fork()
-    if not child:
-        try:
-            act()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    return os.waitpid(child, 0)[1]
-
-
-@on_own(2)
-def test_a_forked_child_that_writes_state_writes_its_own() -> None:
-    model, optimizer = _pair(torch.optim.Adam)[0]
-    take_steps(model, optimizer, range(2))
-    before = copy.deepcopy(optimizer.state_dict()["state"])
-
-    def clear() -> None:
-        for entries in optimizer.state.values():
-            for value in entries.values():
-                value.zero_()
-
-    assert _in_child(clear) == 0
-    hvd.barrier()
-    after = optimizer.state_dict()["state"]
-    assert all(torch.equal(after[index][key], value) for index in before for key, value in before[index].items())
-
-
 @on_own(2)
 def test_a_forked_child_that_drops_the_optimizer_keeps_its_own_memory() -> None:
     size = 1 << 22
@@ -214,14 +157,11 @@ def test_a_forked_child_that_drops_the_optimizer_keeps_its_own_memory() -> None:
     optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, sharding="optimizer")
     model(torch.ones(1000) * (1 + hvd.rank())).sum().backward()
     optimizer.step()
-    held = [model, optimizer]
-    del model, optimizer
-
-    def drop() -> None:
+    child = os.fork()
+    if child == 0:
         own = [mmap.mmap(-1, size) for _ in range(4)]
         for each in own:
             each[:] = b"x" * size
-        held.clear()
-        assert all(each[size - 1] == ord("x") for each in own)
-
-    assert _in_child(drop) == 0
+        del model, optimizer
+        os._exit(any(each[size - 1] != ord("x") for each in own))
+    assert os.waitpid(child, 0)[1] == 0
