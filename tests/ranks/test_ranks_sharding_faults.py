@@ -17,7 +17,7 @@ import pytest
 import torch
 from descriptors import open_descriptors
 from interrupts import interrupt
-from jobs import state_of
+from jobs import state_of, wait_until
 from rank_pool import RankPool, on, on_own
 from small_model import Pair, assert_same_state, bits_of, cutting, make_loss, make_pair, take_steps, train_pair
 
@@ -232,10 +232,8 @@ def test_an_owner_that_dies_tears_the_step_on_its_own_host_alone(tmp_path: Path)
 
         def has_stepped() -> None:
             (folder / str(hvd.rank())).touch()
-            deadline = time.monotonic() + 50
-            while hvd.rank() == 3 and len(list(folder.iterdir())) < 4 and time.monotonic() < deadline:
-                time.sleep(0.01)
             if hvd.rank() == 3:
+                wait_until(lambda: len(list(folder.iterdir())) == 4, "all have stepped")
                 _kill()
 
         optimizer.after = has_stepped
@@ -334,11 +332,6 @@ def test_ctrl_c_while_a_rank_meets_the_others(where: str, tmp_path: Path) -> Non
         optimizer.zero_grad()
         make_loss(model, hvd.rank(), STEPS).backward()
 
-        def wait(file: Path) -> None:
-            deadline = time.monotonic() + 50
-            while not file.exists() and time.monotonic() < deadline:
-                time.sleep(0.01)
-
         if hvd.rank() == 1:
             met: list[str] = []
             looks: list[bool] = []
@@ -356,13 +349,13 @@ def test_ctrl_c_while_a_rank_meets_the_others(where: str, tmp_path: Path) -> Non
             optimizer.load_state_dict(copy.deepcopy(its.state_dict()))
             with pytest.raises(UsageError, match=rf"^optimizer.step\(\): {why}, who are in another step now; call hvd"):
                 optimizer.step()
-            wait(written)  # the others have done their part: now this rank leaves them
+            wait_until(written.exists, "they have")  # the others have done their part: now this rank leaves them
         elif where == "exit":
-            optimizer.after = lambda: wait(flag)
+            optimizer.after = lambda: wait_until(flag.exists, "rank 1 was interrupted")
             optimizer.step()
             written.touch()
         else:
-            wait(flag)
+            wait_until(flag.exists, "rank 1 was interrupted")
             optimizer.after = written.touch
             with pytest.raises(AbortedError, match=r"rank 1 .* 2 of 4 parameters may be half stepped; load"):
                 optimizer.step()

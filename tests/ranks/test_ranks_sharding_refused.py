@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import on, on_own
-from small_model import bits_of, make_loss, make_model, make_pair, take_steps, train_pair
+from small_model import OwnOptimizer, bits_of, make_loss, make_model, make_pair, take_steps, train_pair
 
 import horo.torch as hvd
 from horo.errors import UnsupportedError, UsageError
@@ -26,25 +26,16 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-class Coupled(torch.optim.Optimizer):
+class Coupled(OwnOptimizer):
     """Divides by the norm of all gradients."""
 
-    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
-        super().__init__(parameters, {"lr": lr})
-
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        found = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = sum(p.grad.square().sum() for p in found) ** 0.5
-        with torch.no_grad():
-            for parameter in found:
-                parameter.sub_(self.param_groups[0]["lr"] * parameter.grad / norm)
+        norm = sum(p.grad.square().sum() for p in self.trained()) ** 0.5
+        self.move(self.param_groups[0]["lr"] / norm)
 
 
-class Alone(torch.optim.Optimizer):
+class Alone(OwnOptimizer):
     """Steps each parameter by itself; evaluates a closure twice; has state that is no tensor."""
-
-    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
-        super().__init__(parameters, {"lr": lr})
 
     keep: Any = None
 
@@ -52,21 +43,20 @@ class Alone(torch.optim.Optimizer):
         for _ in range(0 if closure is None else 2):
             closure()
         with torch.no_grad():
-            for parameter in self.param_groups[0]["params"]:
-                if parameter.grad is not None:
-                    entries = self.state[parameter]
-                    entries["steps"] = entries.get("steps", 0) + 1
-                    if self.keep is not None:
-                        entries["kept"] = self.keep
-                    parameter.sub_(self.param_groups[0]["lr"] / entries["steps"] * parameter.grad)
+            for parameter in self.trained():
+                entries = self.state[parameter]
+                entries["steps"] = entries.get("steps", 0) + 1
+                if self.keep is not None:
+                    entries["kept"] = self.keep
+                parameter.sub_(self.param_groups[0]["lr"] / entries["steps"] * parameter.grad)
 
 
-class Estimating(Coupled):
+class Estimating(OwnOptimizer):
     """Takes longer steps while the gradients of all parameters keep their direction."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        found = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        found = self.trained()
         kept = [self.state[p].get("before", torch.zeros_like(p)) for p in found]
         norms = [sum(each.square().sum() for each in part) ** 0.5 for part in (kept, [p.grad for p in found])]
         cosine = sum((one * p.grad).sum() for one, p in zip(kept, found, strict=True)) / (norms[0] * norms[1] + 1e-9)
@@ -250,9 +240,8 @@ def test_a_change_on_one_rank_names_parameter_and_rank_and_can_be_taken_back() -
         with torch.no_grad():
             model[2].bias.add_(1)
     for _ in range(2):
-        with pytest.raises(
-            UsageError, match=r"^parameter '2.bias' is not equal on .*: changed on rank 1 since step 3;"
-        ):
+        told = r"^parameter '2.bias' is not equal on .*: changed on rank 1 since step 3;"
+        with pytest.raises(UsageError, match=told):
             optimizer.step()
     hvd.barrier()
     if hvd.rank() == 1:

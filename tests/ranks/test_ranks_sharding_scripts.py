@@ -8,8 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from forked import in_child
 from rank_pool import on, on_own
-from small_model import Pair, assert_pair_is_alike, make_batch, make_model, make_pair, take_steps, train_pair
+from small_model import (
+    OwnOptimizer,
+    Pair,
+    assert_pair_is_alike,
+    make_batch,
+    make_model,
+    make_pair,
+    take_steps,
+    train_pair,
+)
 
 import horo.torch as hvd
 from horo.errors import ResourceError, UsageError
@@ -27,26 +37,19 @@ class _Clipped(torch.optim.SGD):
         return loss
 
 
-class _Decaying(torch.optim.Optimizer):
+class _Decaying(OwnOptimizer):
     """Lets all weights decay, also of parameters that have no gradient."""
-
-    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
-        super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.mul_(0.9)
-                if parameter.grad is not None:
-                    parameter.add_(parameter.grad, alpha=-group["lr"])
+            self.move(group["lr"])
 
 
-class _Reassigning(torch.optim.Optimizer):
+class _Reassigning(OwnOptimizer):
     """Gives parameters new memory, also those that have no gradient."""
-
-    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
-        super().__init__(parameters, {"lr": lr})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -157,11 +160,14 @@ def test_a_forked_child_that_drops_the_optimizer_keeps_its_own_memory() -> None:
     optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, sharding="optimizer")
     model(torch.ones(1000) * (1 + hvd.rank())).sum().backward()
     optimizer.step()
-    child = os.fork()
-    if child == 0:
+    held = [model, optimizer]
+    del model, optimizer
+
+    def drop() -> None:
         own = [mmap.mmap(-1, size) for _ in range(4)]
         for each in own:
             each[:] = b"x" * size
-        del model, optimizer
-        os._exit(any(each[size - 1] != ord("x") for each in own))
-    assert os.waitpid(child, 0)[1] == 0
+        held.clear()
+        assert all(each[size - 1] == ord("x") for each in own)
+
+    in_child(drop)
