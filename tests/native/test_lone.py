@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, describe, run_ranks, wait_for
+from ranks import Group, Rank, describe, on_ranks, run_ranks, wait_for
 
 from horo.core import context
 from horo.errors import AbortedError, HoroError, PeerLostError, UsageError
@@ -154,24 +154,22 @@ def test_each_operation_is_counted_and_right(operation: Callable[..., None], ran
 
 
 @pytest.mark.parametrize("op", ["allgather", "alltoall"])
-def test_an_output_that_only_fits_what_other_ranks_did_not_tell_is_left_alone(op: str) -> None:
-    def body(rank: Rank) -> None:
-        rows = 3
+@on_ranks([2], **PATIENT)
+def test_an_output_that_only_fits_what_other_ranks_did_not_tell_is_left_alone(rank: Rank, op: str) -> None:
+    rows = 3
 
-        def step() -> None:
-            into(op)(rank, 0, rows)
-            more = rows + rank.rank
-            splits = [more] * rank.size if op == "alltoall" else []
-            mine = np.full((more * (rank.size if splits else 1), 2), rank.rank, np.int32)
-            got = np.full((more * rank.size, 2), -1, np.int32)
-            tensor = describe([mine], [got])[0]._replace(splits=splits)
-            with pytest.raises(UsageError, match=f"the result has {8 * 7} bytes, but its output has {got.nbytes}"):
-                rank.context.run(context.RequestBuffer.of(context.OPS[op], "odd", [tensor], sync=True, into=True))
-            assert (got == -1).all()
+    def step() -> None:
+        into(op)(rank, 0, rows)
+        more = rows + rank.rank
+        splits = [more] * rank.size if op == "alltoall" else []
+        mine = np.full((more * (rank.size if splits else 1), 2), rank.rank, np.int32)
+        got = np.full((more * rank.size, 2), -1, np.int32)
+        tensor = describe([mine], [got])[0]._replace(splits=splits)
+        with pytest.raises(UsageError, match=f"the result has {8 * 7} bytes, but its output has {got.nbytes}"):
+            rank.context.run(context.RequestBuffer.of(context.OPS[op], "odd", [tensor], sync=True, into=True))
+        assert (got == -1).all()
 
-        until_counted(rank, step)
-
-    run_ranks(body, [2], **PATIENT)
+    until_counted(rank, step)
 
 
 def test_the_first_use_of_a_name_is_agreed_on_by_the_leader() -> None:
@@ -235,21 +233,17 @@ def test_a_rank_that_is_late_is_waited_for_asleep() -> None:
         group.run(body)
 
 
-def test_ranks_that_wait_for_different_operations_at_once_get_the_result_of_each() -> None:
-    meet = threading.Barrier(2)
-
-    def body(rank: Rank) -> None:
-        for step in range(30):
-            own = {"a": np.full(3, rank.rank + 1.0), "b": np.full(3, 10.0 * (rank.rank + 1))}
-            handles = []
-            for name in "ba" if rank.rank == 1 and step > 0 else "ab":  # both are known after the first step
-                meet.wait(20)
-                handles.append(rank.submit("allreduce", name, [own[name]], reduce_op=SUM, sync=True))
-                context.lib.horo_wait(rank.context._context, handles[-1], 20, context.ffi.NULL, 0)
-            rank.finish(*handles)
-            assert (own["a"] == 3).all() and (own["b"] == 30).all()
-
-    run_ranks(body, [2], **PATIENT)
+@on_ranks([2], **PATIENT)
+def test_ranks_that_wait_for_different_operations_at_once_get_the_result_of_each(rank: Rank) -> None:
+    for step in range(30):
+        own = {"a": np.full(3, rank.rank + 1.0), "b": np.full(3, 10.0 * (rank.rank + 1))}
+        handles = []
+        for name in "ba" if rank.rank == 1 and step > 0 else "ab":  # both are known after the first step
+            rank.meet()
+            handles.append(rank.submit("allreduce", name, [own[name]], reduce_op=SUM, sync=True))
+            context.lib.horo_wait(rank.context._context, handles[-1], 20, context.ffi.NULL, 0)
+        rank.finish(*handles)
+        assert (own["a"] == 3).all() and (own["b"] == 30).all()
 
 
 def test_places_in_the_log_are_told_apart_after_more_bytes_than_the_word_has_room_for() -> None:

@@ -38,27 +38,22 @@ def test_all_get_the_reason_of_the_one_that_refuses_and_go_on(hosts: list[int], 
     run_ranks(body, hosts, cache_capacity=cache)
 
 
-@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 1, 3]], ids=str)
-def test_calls_of_one_name_keep_their_order(hosts: list[int]) -> None:
+@on_ranks([2], [3], [1, 1], [2, 1, 3])
+def test_calls_of_one_name_keep_their_order(rank: Rank) -> None:
     """Rank 0 is two refused calls and a good one ahead before the others make the first."""
-    ahead = threading.Event()
-
-    def body(rank: Rank) -> None:
-        if rank.rank > 0:
-            assert ahead.wait(60)
-            refused(rank, "x", 0)
-            refused(rank, "x", 0)
-            assert call(rank, "x").tolist() == [rank.size] * 2
-            return
+    if rank.rank > 0:
+        rank.await_mark("ahead")
         refused(rank, "x", 0)
         refused(rank, "x", 0)
-        values = np.ones(2, np.float32)
-        handle = rank.submit("allreduce", "x", [values], reduce_op=context.REDUCE_OPS["sum"])
-        ahead.set()
-        rank.finish(handle)
-        assert values.tolist() == [rank.size] * 2
-
-    run_ranks(body, hosts)
+        assert call(rank, "x").tolist() == [rank.size] * 2
+        return
+    refused(rank, "x", 0)
+    refused(rank, "x", 0)
+    values = np.ones(2, np.float32)
+    handle = rank.submit("allreduce", "x", [values], reduce_op=context.REDUCE_OPS["sum"])
+    rank.mark("ahead")
+    rank.finish(handle)
+    assert values.tolist() == [rank.size] * 2
 
 
 @on_ranks([2], [1, 1], [2, 1, 3], stall_warning_ms=100, stall_shutdown_ms=0)
@@ -106,32 +101,27 @@ def test_a_rank_that_shuts_down_with_refusals_open_does_so_in_order(rank: Rank) 
             call(rank, "x", np.int32)
 
 
-@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2]], ids=str)
 @pytest.mark.parametrize("who", ["first", "last"])
-def test_what_nobody_waits_for_never_ends_the_job(hosts: list[int], who: str) -> None:
+@on_ranks([2], [3], [1, 1], [2, 2], stall_warning_ms=50, stall_shutdown_ms=3000)
+def test_what_nobody_waits_for_never_ends_the_job(rank: Rank, who: str) -> None:
     """More names than a report lists; the rank that is late with another one is named nevertheless."""
-    is_old = threading.Event()
-
-    def body(rank: Rank) -> None:
-        if rank.rank == (0 if who == "first" else rank.size - 1):
-            with recorded_stderr() as text:
-                for number in range(7):
-                    refused(rank, f"odd{number}", rank.rank)
-                rank.barrier("refused")
-                wait_for(lambda: any(float(s) > 3.5 for s in re.findall(r"waiting for ([\d.]+) s for ranks", text())))
-                is_old.set()
-        else:
+    if rank.rank == (0 if who == "first" else rank.size - 1):
+        with recorded_stderr() as text:
+            for number in range(7):
+                refused(rank, f"odd{number}", rank.rank)
             rank.barrier("refused")
-            assert is_old.wait(60)
-        assert call(rank, "x").tolist() == [rank.size] * 2
-        late = 0 if who == "last" else rank.size - 1
-        if rank.rank == late:
-            wait_for(lambda: rank.context.health() is not None)
-            return
-        with pytest.raises(StalledError, match=rf"rank {late} \(host\d\) has not submitted what others wait for"):
-            rank.barrier("late")
-
-    run_ranks(body, hosts, stall_warning_ms=50, stall_shutdown_ms=3000)  # longer than a busy machine holds up a rank
+            wait_for(lambda: any(float(s) > 3.5 for s in re.findall(r"waiting for ([\d.]+) s for ranks", text())))
+            rank.mark("is old")
+    else:
+        rank.barrier("refused")
+        rank.await_mark("is old")
+    assert call(rank, "x").tolist() == [rank.size] * 2
+    late = 0 if who == "last" else rank.size - 1
+    if rank.rank == late:
+        wait_for(lambda: rank.context.health() is not None)
+        return
+    with pytest.raises(StalledError, match=rf"rank {late} \(host\d\) has not submitted what others wait for"):
+        rank.barrier("late")  # longer than a busy machine holds up a rank
 
 
 @on_ranks([2], [1, 1])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, run_ranks, run_script, wait_for
+from ranks import Group, Rank, on_ranks, run_ranks, run_script, wait_for
 
 from horo.errors import TimeoutError
 
@@ -61,17 +61,14 @@ def test_all_ranks_read_who_has_not_called_what(
         assert re.match(f"{who} not called barrier '{'call 4' if ordered else 'x'}' {WITHIN}", text), text
 
 
-@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
-def test_one_that_is_done_in_time_has_no_effect(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        for i in range(20):
-            rank.barrier(f"x{i % 3}", timeout_ms=30_000)
-        rank.barrier("short", timeout_ms=EASY_MS)
-        if rank.rank == 0:
-            threading.Event().wait(1.3 * EASY_MS / 1000)  # the timeout of what is over passes
-        rank.barrier("without")
-
-    run_ranks(body, hosts, log_level=5)
+@on_ranks([2], [1, 1], log_level=5)
+def test_one_that_is_done_in_time_has_no_effect(rank: Rank) -> None:
+    for i in range(20):
+        rank.barrier(f"x{i % 3}", timeout_ms=30_000)
+    rank.barrier("short", timeout_ms=EASY_MS)
+    if rank.rank == 0:
+        threading.Event().wait(1.3 * EASY_MS / 1000)  # the timeout of what is over passes
+    rank.barrier("without")
 
 
 def test_the_earliest_of_several_counts() -> None:

@@ -272,26 +272,21 @@ def test_an_end_of_the_context_lets_those_that_wait_return(hosts: list[int], mon
 LAYOUTS = [[2], [3], [1, 1], [2, 1]]
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_it_ends_when_any_of_them_is_done(hosts: list[int], first: int) -> None:
+@on_ranks(*LAYOUTS)
+def test_it_ends_when_any_of_them_is_done(rank: Rank, first: int) -> None:
     """The other ranks submit one, and the rest only when the wait for it has ended."""
-    has_ended = threading.Event()
-
-    def body(rank: Rank) -> None:
-        if rank.rank == 0:
-            handles = [rank.submit("allreduce", f"x{number}", [np.ones(9)], reduce_op=SUM) for number in range(3)]
-            rank.context.wait_any(handles)
-            assert [rank.context.in_progress(handle) for handle in handles] == [number != first for number in range(3)]
-            has_ended.set()
-            rank.finish(*handles)
-            return
-        rank.allreduce(np.ones(9), f"x{first}")
-        assert has_ended.wait(60)
-        for number in {0, 1, 2} - {first}:
-            rank.allreduce(np.ones(9), f"x{number}")
-
-    run_ranks(body, hosts)
+    if rank.rank == 0:
+        handles = [rank.submit("allreduce", f"x{number}", [np.ones(9)], reduce_op=SUM) for number in range(3)]
+        rank.context.wait_any(handles)
+        assert [rank.context.in_progress(handle) for handle in handles] == [number != first for number in range(3)]
+        rank.mark("has ended")
+        rank.finish(*handles)
+        return
+    rank.allreduce(np.ones(9), f"x{first}")
+    rank.await_mark("has ended")
+    for number in {0, 1, 2} - {first}:
+        rank.allreduce(np.ones(9), f"x{number}")
 
 
 @pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
