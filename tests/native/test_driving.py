@@ -10,7 +10,6 @@ import pytest
 import wire_oracle as oracle
 from fabric import close_setup, make_setups
 from ranks import Group, Rank, on_ranks, run_ranks, wait_for
-from test_link import framed
 
 from horo.core import context
 from horo.core.context import Context
@@ -109,7 +108,7 @@ class Child:
         self.rank = Rank(Context(mine))
 
     def send(self, message: bytes) -> None:
-        self._control.sendall(framed(message))
+        self._control.sendall(oracle.framed(message))
 
     def count_answers(self) -> int:
         """So far, of any kind; does not wait."""
