@@ -305,6 +305,8 @@ class Group:
             except BaseException as error:
                 errors.append(error)
                 self.together.abort()
+                for mark in [*self._marks.values()]:  # nobody waits for this rank any more
+                    mark.set()
 
         threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in chosen]
         if not _run_all(threads, timeout_s):

@@ -1,11 +1,10 @@
 """A call that is refused on one rank: it fails on all that make it, with the reason."""
 
 import re
-import threading
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, on_ranks, recorded_stderr, run_ranks, wait_for
+from ranks import Group, Rank, on_ranks, recorded_stderr, wait_for
 
 from horo.core import context
 from horo.errors import DeadlockError, PeerLostError, StalledError, UnsupportedError, UsageError
@@ -26,16 +25,13 @@ def refused(rank: Rank, name: str, who: int, dtype: type = np.float32) -> None:
     assert text == reason if rank.rank == who else re.fullmatch(rf"rank {who} \(.+\) has refused it: {reason}", text)
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
-@pytest.mark.parametrize("cache", [0, 2, 64])
-def test_all_get_the_reason_of_the_one_that_refuses_and_go_on(hosts: list[int], cache: int) -> None:
-    def body(rank: Rank) -> None:
-        for turn in range(3 * rank.size):
-            refused(rank, "x", turn % rank.size)
-            assert call(rank, "x").tolist() == [rank.size] * 2
-            assert call(rank, f"y{turn % 5}").tolist() == [rank.size] * 2
-
-    run_ranks(body, hosts, cache_capacity=cache)
+@pytest.mark.parametrize("cache_capacity", [0, 2, 64])
+@on_ranks(*LAYOUTS, "cache_capacity")
+def test_all_get_the_reason_of_the_one_that_refuses_and_go_on(rank: Rank) -> None:
+    for turn in range(3 * rank.size):
+        refused(rank, "x", turn % rank.size)
+        assert call(rank, "x").tolist() == [rank.size] * 2
+        assert call(rank, f"y{turn % 5}").tolist() == [rank.size] * 2
 
 
 @on_ranks([2], [3], [1, 1], [2, 1, 3])
@@ -72,26 +68,19 @@ def test_what_only_one_refuses_is_reported_and_the_job_goes_on(rank: Rank) -> No
     assert call(rank, "x").tolist() == [rank.size] * 2
 
 
-@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2]], ids=str)
 @pytest.mark.parametrize("who", [[0], [1], [0, 1]], ids=str)
-def test_a_call_behind_a_refused_one_is_waited_for(hosts: list[int], who: list[int]) -> None:
+@on_ranks([3], [1, 1, 1], [2, 2], stall_warning_ms=100, stall_shutdown_ms=200)
+def test_a_call_behind_a_refused_one_is_waited_for(rank: Rank, who: list[int]) -> None:
     """The others make neither: a stall is reported, and ends the job."""
-    late = sorted(set(range(sum(hosts))) - set(who))
-    ended = [threading.Event() for _ in who]
-    are_refused = threading.Barrier(len(who))  # what is refused after the end of the job has another error
-
-    def body(rank: Rank) -> None:
-        if rank.rank in late:
-            assert all(event.wait(60) for event in ended)
-            return
-        refused(rank, "x", rank.rank)
-        are_refused.wait(20)
-        with pytest.raises(StalledError, match="has not submitted what others wait for"):
-            call(rank, "x")
-        ended[who.index(rank.rank)].set()
-
-    if late:
-        run_ranks(body, hosts, stall_warning_ms=100, stall_shutdown_ms=200)
+    if rank.rank not in who:
+        rank.await_mark(*who)
+        return
+    refused(rank, "x", rank.rank)
+    rank.mark(("refused", rank.rank))
+    rank.await_mark(*[("refused", other) for other in who])  # what is refused after the end has another error
+    with pytest.raises(StalledError, match="has not submitted what others wait for"):
+        call(rank, "x")
+    rank.mark(rank.rank)
 
 
 @on_ranks([2], [1, 1])
