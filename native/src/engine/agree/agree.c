@@ -1,4 +1,3 @@
-#include <stdlib.h>
 #include <string.h>
 
 #include "base/traits.h"
@@ -236,8 +235,8 @@ int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out) {
             continue;
         }
         hr_agree_move(agree, entry, HR_AGREE_REPORTED);
-        entry->reported_full = entry->current.bytes != NULL || entry->failure != 0;
-        const int is_bare = !entry->reported_full && entry->known.gathers == 0;
+        const int in_full = hr_agree_is_told_in_full(entry);
+        const int is_bare = !in_full && entry->known.gathers == 0;
         if (!is_bare || id_count == IDS_PER_MESSAGE) { /* calls are counted; JOIN is the last */
             HR_TRY(hr_frame_put_ids(out, ids, &id_count));
         }
@@ -247,7 +246,7 @@ int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out) {
         }
         struct hr_wire_rows rows = {0};
         HR_TRY(entry->failure != 0 ? HORO_OK : hr_agree_merge_rows(agree, entry, &rows));
-        HR_TRY(entry->reported_full ? put_request(out, entry, rows)
+        HR_TRY(in_full ? put_request(out, entry, rows)
                                     : hr_frame_put(out, &(struct hr_wire_message){
                                                             .type = HR_WIRE_ROWS, .id = entry->id, .rows = rows}));
     }
@@ -392,7 +391,6 @@ void hr_agree_take_lone(struct hr_agree *agree) {
         hr_agree_reset(agree, entry);
     } else {
         hr_agree_move(agree, entry, HR_AGREE_REPORTED);
-        entry->reported_full = 0;
     }
 }
 

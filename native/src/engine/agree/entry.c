@@ -178,7 +178,6 @@ void hr_agree_reset(struct hr_agree *agree, struct hr_agree_entry *entry) {
     entry->failure_text = NULL;
     entry->failure = 0;
     entry->id_rank = -1;
-    entry->reported_full = 0;
     entry->is_awaited = 0;
     entry->announced_count = 0;
     hr_buffer_consume(&entry->rows, hr_buffer_size(&entry->rows));
@@ -211,7 +210,7 @@ void hr_agree_reset(struct hr_agree *agree, struct hr_agree_entry *entry) {
 static void evict(struct hr_agree *agree, struct hr_agree_entry *entry) {
     forget_known(agree, entry);
     entry->id = 0;
-    if (entry->state == HR_AGREE_REPORTED && entry->reported_full) {
+    if (entry->state == HR_AGREE_REPORTED && hr_agree_is_told_in_full(entry)) {
         return; /* the parent has all it needs; the repeated announcements are ignored as such */
     }
     for (int member = 0; member < agree->config.member_count; member++) {

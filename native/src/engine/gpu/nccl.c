@@ -10,7 +10,6 @@
 #include <time.h>
 
 #include "base/clock.h"
-#include "base/traits.h"
 #include "device/stager.h"
 
 enum {
@@ -52,7 +51,7 @@ int hr_gpu_place(struct hr_engine *engine, struct hr_request *request, struct hr
     static const struct hr_hooks hooks = {.freed = drop_mark};
     struct hr_mark *mark = NULL;
     HR_TRY(hr_mark_create(gpu->device, (void *)(uintptr_t)call->stream, &mark, reason));
-    request->cargo = (struct hr_cargo){&hooks, engine, mark};
+    request->cargo = (struct hr_cargo){&hooks, mark};
     hr_request_set_on_gpu(request);
     return HORO_OK;
 }

@@ -43,14 +43,13 @@ struct hr_lane {
     struct hr_team *team;
     struct hr_backend *backend;
     struct hr_backend *_Atomic on_gpu; /* NCCL's; NULL: all tensors on GPUs are staged */
-    int is_leader, is_root; /* of the team: on this host, of all */
+    int is_leader; /* of the team on this host */
     const int *lane_count;   /* see struct hr_lane_setup, as for may_count */
     int may_count;
     int has_asked_to_leave;  /* the world's: LEAVE is announced */
     struct hr_port port;
     struct hr_part part;
     struct hr_announcer announcer;
-    int is_absent;              /* this rank has joined, or is about to: it takes part in no round */
     struct hr_absence *absence; /* kept by membership; NULL: nothing is */
     struct hr_round round;
     struct hr_leader leader; /* unused on other ranks */
@@ -59,12 +58,12 @@ struct hr_lane {
 };
 
 /*
- * A lane takes over its team and backend, also where it fails. The team has its links, if it needs any. The world's is
- * open; another lane is opened by the driver, when all ranks have agreed on its id, to run with these values (NULL:
- * with its own). HORO_OK, or a status with *error set.
+ * A lane takes over its team, also where it fails. The team has its links, if it needs any. The world's is open;
+ * another lane is opened by the driver, when all ranks have agreed on its id, to run with these values (NULL: with its
+ * own). HORO_OK, or a status with *error set.
  */
 int hr_lane_create(struct hr_engine *engine, const struct hr_lane_setup *setup, struct hr_team *team,
-                   struct hr_backend *backend, struct hr_lane **lane, struct hr_error *error);
+                   struct hr_lane **lane, struct hr_error *error);
 int hr_lane_open(struct hr_lane *lane, int32_t id, const uint64_t *values, struct hr_error *error);
 /* The driver, when the team is removed: nothing more is moved on its links, and its partition is left. */
 void hr_lane_close(struct hr_lane *lane);

@@ -41,9 +41,8 @@ static int has_joined(const struct hr_lane *lane) {
 /* ---- The request to join ---- */
 
 /* With the lock held: whether this rank may join: not while a change of teams is pending. */
-static hr_status check(void *owner, const struct hr_request *request, struct hr_error *error) {
-    const struct hr_engine *engine = owner;
-    (void)request;
+static hr_status check(const struct hr_request *request, struct hr_error *error) {
+    const struct hr_engine *engine = request->port->lane->engine;
     const struct hr_request *change = hr_map_find(&engine->lanes[0]->port.names,
                                                   hr_hash(HR_CHANGE_NAME, sizeof HR_CHANGE_NAME - 1), HR_CHANGE_NAME,
                                                   sizeof HR_CHANGE_NAME - 1);
@@ -85,36 +84,33 @@ static int turn(struct hr_part *part) {
 
 static const struct hr_part_ops part_of_absence = {.rank = HR_PART_ABSENCE, .turn = turn};
 
-static int announce(void *owner, struct hr_request *request) {
-    struct hr_engine *engine = owner;
+static int announce(struct hr_request *request) {
     struct hr_lane *lane = request->port->lane;
+    struct hr_drive *drive = &lane->engine->drive;
     HR_TRY(hr_lane_end_round(lane)); /* requests from before the call are announced before */
     if (lane->absence == NULL && (lane->absence = calloc(1, sizeof *lane->absence)) == NULL) {
         return HORO_ERR_RESOURCE;
     }
-    lane->is_absent = 1;
     lane->absence->held = request;
-    hr_drive_lock(&engine->drive);
+    hr_drive_lock(drive);
     /* each would be announced when the one before it is over, for which ranks that do likewise would wait */
     hr_port_drop_refusals(&lane->port, 1);
-    hr_drive_add(&engine->drive, &lane->absence->part, &part_of_absence, lane);
-    hr_drive_unlock(&engine->drive);
+    hr_drive_add(drive, &lane->absence->part, &part_of_absence, lane);
+    hr_drive_unlock(drive);
     return hr_announcer_put(&lane->announcer, &(struct hr_wire_message){.type = HR_WIRE_JOINED,
                                                                         .rank = lane->node->rank,
                                                                         .at = (uint64_t)request->submit_ns});
 }
 
 /* Well or not. */
-static void end_join(void *owner, struct hr_request *request, int status) {
-    struct hr_engine *engine = owner;
+static void end_join(struct hr_request *request, int status) {
     struct hr_lane *lane = request->port->lane;
     struct hr_absence *absence = lane->absence;
     (void)status;
     request->port->state = HR_PORT_OPEN;
-    lane->is_absent = 0;
     if (absence != NULL) {
         if (absence->held != NULL) {
-            hr_drive_remove(&engine->drive, &absence->part);
+            hr_drive_remove(&lane->engine->drive, &absence->part);
         }
         *absence = (struct hr_absence){.part = absence->part, .stand_ins = absence->stand_ins};
     }
@@ -130,11 +126,10 @@ int hr_join_submit(struct hr_engine *engine, int32_t team, int64_t *handle, stru
         .postscale = 1.0,
     };
     static const struct hr_hooks hooks = {.check = check, .announce = announce, .ended = end_join};
-    return hr_requests_submit(&engine->requests, &call, (struct hr_cargo){&hooks, engine, NULL}, handle, error);
+    return hr_requests_submit(&engine->requests, &call, (struct hr_cargo){&hooks, NULL}, handle, error);
 }
 
-int hr_join_execute(void *owner, const struct hr_wire_message *record) {
-    struct hr_lane *lane = owner;
+int hr_join_execute(struct hr_lane *lane, const struct hr_wire_message *record) {
     if (record->rank >= lane->node->size) {
         return HORO_ERR_INTERNAL;
     }
@@ -147,8 +142,7 @@ int hr_join_execute(void *owner, const struct hr_wire_message *record) {
 
 /* ---- Leaders ---- */
 
-int hr_join_handle(void *owner, int member, const struct hr_wire_message *message, int64_t now_ns) {
-    struct hr_lane *lane = owner;
+int hr_join_handle(struct hr_lane *lane, int member, const struct hr_wire_message *message, int64_t now_ns) {
     struct hr_leader *leader = &lane->leader;
     struct hr_link *link = hr_leader_link_of(leader, member);
     uint64_t at = message->at; /* a time of this host's: when the rank called, or when the message of another came */
@@ -164,10 +158,9 @@ int hr_join_handle(void *owner, int member, const struct hr_wire_message *messag
         at = is_later ? (uint64_t)now_ns : 0;
     }
     hr_agree_note_absence(&leader->agree, message->rank, at);
-    return hr_frame_put(hr_leader_up(leader),
-                        &(struct hr_wire_message){.type = HR_WIRE_JOINED,
-                                                  .rank = message->rank,
-                                                  .at = leader->is_root ? 0 : at}); /* a record has none */
+    return hr_leader_tell_up(leader, &(struct hr_wire_message){.type = HR_WIRE_JOINED,
+                                                               .rank = message->rank,
+                                                               .at = leader->is_root ? 0 : at}); /* a record has none */
 }
 
 /* ---- Stand-ins: neutral elements ---- */
@@ -287,10 +280,10 @@ static int give_values(struct hr_request *made) {
     return HORO_OK;
 }
 
-static void end_stand_in(void *owner, struct hr_request *request, int status) {
-    struct hr_lane *lane = owner;
+static void end_stand_in(struct hr_request *request, int status) {
     (void)status;
-    (void)hr_map_remove(&lane->absence->stand_ins, request->name_hash, request->call.name, request->name_bytes);
+    struct hr_map *stand_ins = &request->port->lane->absence->stand_ins;
+    (void)hr_map_remove(stand_ins, request->name_hash, request->call.name, request->name_bytes);
     hr_request_destroy(request);
 }
 
@@ -320,7 +313,7 @@ static int make(struct hr_lane *lane, const void *bytes, size_t byte_count, stru
     made->port = &lane->port;
     made->team_size = lane->team->size;
     made->state = HR_REQUEST_STANDS_IN;
-    made->cargo = (struct hr_cargo){&hooks, lane, NULL};
+    made->cargo = (struct hr_cargo){&hooks, NULL};
     status = give_values(made);
     if (status == HORO_OK) {
         status = hr_map_insert(&lane->absence->stand_ins, made->name_hash, made->call.name, made->name_bytes, made);
@@ -341,8 +334,8 @@ static struct hr_request *find(const struct hr_lane *lane, struct hr_wire_text n
                : hr_map_find(&lane->absence->stand_ins, hr_hash(name.data, name.bytes), name.data, name.bytes);
 }
 
-int hr_stand_in_for(void *owner, struct hr_wire_text name, struct hr_wire_text bytes, struct hr_request **request) {
-    struct hr_lane *lane = owner;
+int hr_stand_in_for(struct hr_lane *lane, struct hr_wire_text name, struct hr_wire_text bytes,
+                    struct hr_request **request) {
     if (bytes.bytes > 0) {
         return make(lane, bytes.data, bytes.bytes, request);
     }
@@ -350,8 +343,7 @@ int hr_stand_in_for(void *owner, struct hr_wire_text name, struct hr_wire_text b
     return *request != NULL || has_joined(lane) ? HORO_OK : HORO_ERR_INTERNAL;
 }
 
-int hr_stand_in_describe(void *owner, const struct hr_wire_message *record) {
-    struct hr_lane *lane = owner;
+int hr_stand_in_describe(struct hr_lane *lane, const struct hr_wire_message *record) {
     const struct hr_wire_request *request = &record->request;
     struct hr_request *made;
     if (hr_port_find_name(&lane->port, request->name) != NULL) {

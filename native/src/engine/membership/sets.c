@@ -3,8 +3,6 @@
  * team the same id and lets go of a removed one at the same place. A rank that announces a removal has nothing
  * pending in the team; so when all have, nothing of it is left to be done anywhere.
  */
-#include <stdlib.h>
-
 #include "base/traits.h"
 #include "engine/gpu/gpu.h"
 #include "engine/membership/membership.h"
@@ -54,13 +52,13 @@ int hr_sets_check(const struct hr_engine *engine, const int32_t *ranks, int size
     return HORO_OK;
 }
 
-int hr_sets_add(struct hr_engine *engine, const int32_t *ranks, int size, struct hr_team *team,
-                       struct hr_backend *backend, int64_t *handle, struct hr_error *error) {
+int hr_sets_add(struct hr_engine *engine, const int32_t *ranks, int size, struct hr_team *team, int64_t *handle,
+                struct hr_error *error) {
     struct hr_lane *lane = NULL;
     if (team != NULL) {
-        HR_TRY(hr_lane_create(engine, &engine->lane_setup, team, backend, &lane, error));
+        HR_TRY(hr_lane_create(engine, &engine->lane_setup, team, &lane, error));
     }
-    return submit(engine, HORO_ADD_TEAM, ranks, size, (struct hr_cargo){&addition, engine, lane}, handle, error);
+    return submit(engine, HORO_ADD_TEAM, ranks, size, (struct hr_cargo){&addition, lane}, handle, error);
 }
 
 /* With the lock held: from here on nothing can be submitted to the team, of which this rank may be no member. */
@@ -92,9 +90,8 @@ static int begin_removal(const struct hr_engine *engine, int32_t id, struct hr_l
 }
 
 /* From now on it may end on other ranks. */
-static int announce_removal(void *engine, struct hr_request *request) {
+static int announce_removal(struct hr_request *request) {
     struct hr_lane *lane = request->cargo.data;
-    (void)engine;
     if (lane != NULL) {
         lane->leader.expects_removal = 1;
     }
@@ -102,9 +99,8 @@ static int announce_removal(void *engine, struct hr_request *request) {
 }
 
 /* With the lock held: if it has failed, for whatever reason, the team can be submitted to again. */
-static void end_removal(void *engine, struct hr_request *request, int status) {
+static void end_removal(struct hr_request *request, int status) {
     struct hr_lane *lane = request->cargo.data;
-    (void)engine;
     if (status != HORO_OK && lane != NULL) {
         lane->port.state = HR_PORT_OPEN;
         lane->leader.expects_removal = 0;
@@ -119,7 +115,7 @@ int hr_sets_remove(struct hr_engine *engine, int32_t team, int64_t *handle, stru
     hr_drive_unlock(&engine->drive);
     HR_TRY(begun);
     const hr_status status =
-        submit(engine, HORO_REMOVE_TEAM, &team, 1, (struct hr_cargo){&removal, engine, lane}, handle, error);
+        submit(engine, HORO_REMOVE_TEAM, &team, 1, (struct hr_cargo){&removal, lane}, handle, error);
     if (status != HORO_OK && lane != NULL) { /* it could not even be submitted */
         lane->port.state = HR_PORT_OPEN;
     }
@@ -177,13 +173,11 @@ static void remove_team(struct hr_engine *engine, int team) {
     place->id = place->id <= INT32_MAX - HORO_TEAM_ID_STEP ? place->id + HORO_TEAM_ID_STEP : -1;
     place->port = NULL;
     if (lane != NULL) {
-        const struct hr_transport *transport = lane->team->transport;
         int i = 1;
         while (engine->lanes[i] != lane) {
             i++;
         }
         engine->lanes[i] = engine->lanes[--engine->lane_count];
-        engine->gone_link_bytes += transport == NULL ? 0 : atomic_load(&transport->data_bytes);
         hr_drive_remove(&engine->drive, &lane->part);
         hr_port_drop_refusals(&lane->port, 0); /* nothing else is pending there */
         choose_driver(engine);
@@ -198,8 +192,8 @@ static void remove_team(struct hr_engine *engine, int team) {
     }
 }
 
-int hr_membership_change(void *owner, struct hr_request *request, struct hr_error *error) {
-    struct hr_engine *engine = ((struct hr_lane *)owner)->engine;
+int hr_membership_change(struct hr_lane *lane, struct hr_request *request, struct hr_error *error) {
+    struct hr_engine *engine = lane->engine;
     struct hr_wire_request decoded;
     HR_TRY(hr_wire_decode_request(request->bytes, request->byte_count, &decoded));
     if (hr_op_is(request->call.op, HR_OP_LAST)) { /* the record says who joined last */

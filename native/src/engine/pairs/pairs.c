@@ -179,15 +179,14 @@ static const struct hr_part_ops PART = {.rank = HR_PART_PAIRS,
 
 /* ---- Requests ---- */
 
-static int announce(void *owner, struct hr_request *request) {
-    struct hr_pairs *pairs = owner;
+static int announce(struct hr_request *request) {
+    struct hr_move_of_pair *move = request->cargo.data;
+    struct hr_pairs *pairs = move->pairs;
     if (pairs->part.ops == NULL) {
         hr_drive_lock(pairs->requests->drive);
         hr_drive_add(pairs->requests->drive, &pairs->part, &PART, pairs);
         hr_drive_unlock(pairs->requests->drive);
     }
-    struct hr_move_of_pair *move = request->cargo.data;
-    move->request = request;
     pairs->part.is_quiet = 0;
     hr_part_expect(&pairs->part, request->submit_ns + pairs->mail.node->stall_warning_ns);
     return request->call.op == HORO_SEND ? hr_move_offer(pairs, move) : hr_move_post(pairs, move);
@@ -249,13 +248,15 @@ hr_status hr_pairs_submit(struct hr_pairs *pairs, const horo_request *given, str
         return hr_fail(error, HORO_ERR_RESOURCE, "'%s': out of memory", name);
     }
     *move = (struct hr_move_of_pair){
+        .pairs = pairs,
+        .request = request,
         .pair = pair,
         .dtype = tensor->dtype,
         .count = (uint64_t)request->data_bytes / hr_dtype_bytes(tensor->dtype),
         .bytes = (size_t)request->data_bytes,
         .data = op == HORO_SEND ? (char *)(uintptr_t)tensor->input : tensor->output,
     };
-    request->cargo = (struct hr_cargo){.hooks = &HOOKS, .owner = pairs, .data = move};
+    request->cargo = (struct hr_cargo){&HOOKS, move};
     return hr_requests_add(requests, request, handle, error);
 }
 

@@ -65,8 +65,7 @@ static int note_asked(struct hr_lane *lane, int member, int rank) {
     return HORO_OK;
 }
 
-int hr_late_handle(void *owner, int member, const struct hr_wire_message *message, int64_t now_ns) {
-    struct hr_lane *lane = owner;
+int hr_late_handle(struct hr_lane *lane, int member, const struct hr_wire_message *message, int64_t now_ns) {
     struct hr_leader *leader = &lane->leader;
     const uint64_t *announced = NULL;
     (void)now_ns;
@@ -78,7 +77,7 @@ int hr_late_handle(void *owner, int member, const struct hr_wire_message *messag
     }
     const enum hr_agree_state state = hr_agree_look_up(&leader->agree, message->name, &announced);
     if (state != HR_AGREE_WAITING && (state != HR_AGREE_IDLE || member >= 0)) { /* all of this subtree have */
-        return lane->is_root || member < 0 ? HORO_OK : pass(lane, &leader->links[0], member, message);
+        return leader->is_root || member < 0 ? HORO_OK : pass(lane, &leader->links[0], member, message);
     }
     struct hr_rank_list who = {0};
     for (int local = 0; local < lane->team->local_size; local++) {

@@ -13,15 +13,15 @@ uint32_t hr_engine_blocked_question(const struct hr_engine *engine);
 /* Tells rank 0 what callers have reported, or that it holds no more. HORO_OK or a status. */
 int hr_engine_tell_blocked(struct hr_engine *engine);
 /* A leader's handlers of BLOCKED, of a rank of this subtree, and of QUERY, and what passes the question down. */
-int hr_blocked_handle(void *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
-int hr_blocked_handle_query(void *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
+int hr_blocked_handle(struct hr_lane *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
+int hr_blocked_handle_query(struct hr_lane *lane, int member, const struct hr_wire_message *query, int64_t now_ns);
 /* Of the root of all ranks. */
 extern const struct hr_part_ops hr_part_deadlock;
 
 /* ---- stall.c: requests that have waited too long ---- */
 
 /* A leader's handler of ASK: a leader above asks where the ranks of this subtree stand that wait for nothing. */
-int hr_stall_handle_question(void *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
+int hr_stall_handle_question(struct hr_lane *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
 extern const struct hr_part_ops hr_part_stall;
 
 /* The only rank on other hosts, -1 if there are none or several: which of these waits for which is not known here. */
@@ -33,7 +33,7 @@ static inline int64_t hr_late_deadline_ns(const struct hr_request *request) {
     return request->submit_ns + (int64_t)request->call.timeout_ms * 1000000;
 }
 /* A leader's handler of LATE: a member, or the parent, knows of an operation that is not done in time. */
-int hr_late_handle(void *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
+int hr_late_handle(struct hr_lane *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
 extern const struct hr_part_ops hr_part_late;
 
 /* ---- stall_text.c: who has submitted what ---- */

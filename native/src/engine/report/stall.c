@@ -4,7 +4,6 @@
  * leader whose program computes is called for it by those that wait. Others say something only where it does not look.
  */
 #include <stdio.h>
-#include <string.h>
 
 #include "arena/arena.h"
 #include "base/clock.h"
@@ -116,8 +115,7 @@ static void ask(struct hr_lane *lane, const struct hr_stalled *stalled, int aske
     lane->stall.answers_ns = now_ns + ANSWER_NS;
 }
 
-int hr_stall_handle_question(void *owner, int member, const struct hr_wire_message *message, int64_t now_ns) {
-    struct hr_lane *lane = owner;
+int hr_stall_handle_question(struct hr_lane *lane, int member, const struct hr_wire_message *message, int64_t now_ns) {
     if (member >= 0) {
         return HORO_ERR_INTERNAL;
     }
@@ -188,7 +186,7 @@ static int64_t report(struct hr_lane *lane, int64_t now_ns) {
         if (lane->stall.answers_ns == 0) { /* one question at a time */
             ask(lane, &stalled, node->rank, now_ns);
         }
-    } else if (lane->is_root || describe_undecided(lane, now_ns, names, sizeof names, &stalled, &periods) == 0) {
+    } else if (lane->leader.is_root || describe_undecided(lane, now_ns, names, sizeof names, &stalled, &periods) == 0) {
         return now_ns + node->stall_warning_ns;
     } else if (!lane->is_leader && leader_looks_until_ns(lane) >= now_ns) {
         stalled.blocked_ns = now_ns; /* it sees to that */

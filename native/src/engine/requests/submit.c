@@ -101,7 +101,7 @@ void hr_requests_complete_locked(struct hr_requests *requests, struct hr_request
                                  const char *text) {
     hr_port_remove(requests, request);
     if (request->cargo.hooks != NULL && request->cargo.hooks->ended != NULL) {
-        request->cargo.hooks->ended(request->cargo.owner, request, status);
+        request->cargo.hooks->ended(request, status);
     }
     if (request->refused != 0) { /* nobody waits for it */
         requests->passed++;
@@ -120,7 +120,7 @@ void hr_requests_complete(struct hr_requests *requests, struct hr_request *const
     for (size_t i = 0; i < count; i++) {
         if (done[i]->state == HR_REQUEST_STANDS_IN) {
             requests->passed++;
-            done[i]->cargo.hooks->ended(done[i]->cargo.owner, done[i], status);
+            done[i]->cargo.hooks->ended(done[i], status);
         } else {
             hr_requests_complete_locked(requests, done[i], status, text);
         }
@@ -253,7 +253,7 @@ static hr_status find_port(const struct hr_requests *requests, struct hr_request
 
 hr_status hr_requests_check(const struct hr_requests *requests, struct hr_request *request, struct hr_error *error) {
     const char *name = request->call.name;
-    const struct hr_cargo *cargo = &request->cargo;
+    const struct hr_hooks *hooks = request->cargo.hooks;
     if (atomic_load(&requests->drive->stop)) {
         return hr_fail(error, HORO_ERR_ABORTED, "'%s': horo is shutting down", name);
     }
@@ -261,8 +261,8 @@ hr_status hr_requests_check(const struct hr_requests *requests, struct hr_reques
         return HORO_OK;
     }
     HR_TRY(find_port(requests, request, error));
-    if (cargo->hooks != NULL && cargo->hooks->check != NULL) {
-        HR_TRY(cargo->hooks->check(cargo->owner, request, error));
+    if (hooks != NULL && hooks->check != NULL) {
+        HR_TRY(hooks->check(request, error));
     }
     if (!hr_port_is_next(request)) {
         return hr_fail(error, HORO_ERR_DUPLICATE_NAME,
