@@ -305,11 +305,14 @@ static int is_known_by_id(const struct hr_agree_entry *entry) {
     return entry->id != 0 && entry->current.bytes == NULL;
 }
 
-/* A rank that has joined and has not submitted what comes by name learns of it by a REQUEST in front of it. */
+/*
+ * A rank that has joined and has not submitted what comes by name learns of it by a REQUEST in front of it. An ordered
+ * call needs all ranks, so it has been submitted by all.
+ */
 static int describe_chosen(const struct hr_agree *agree, struct hr_buffer *out) {
     for (const struct hr_agree_entry *entry = agree->lists[HR_AGREE_CHOSEN].first;
          agree->absent.is_known && entry != NULL; entry = entry->next) {
-        if (entry != agree->absent.entry && !is_known_by_id(entry)) {
+        if (entry != agree->absent.entry && !entry->is_call && !is_known_by_id(entry)) {
             HR_TRY(put_request(out, entry, (struct hr_wire_rows){0}));
         }
     }
