@@ -134,9 +134,7 @@ HORO_API uint64_t horo_count_of(horo_context *context, int32_t op) {
 }
 
 HORO_API void horo_after_fork(horo_context *context) {
-    hr_engine_close_links(&context->engine);
-    hr_node_close_fds(&context->node);
-    hr_drive_close_fd(&context->engine.drive);
+    hr_engine_close_fds(&context->engine);
 }
 
 /* HORO_OK in the process that made the context; else a status, with its sentence in `error`, which may be NULL. */
@@ -173,46 +171,11 @@ HORO_API int horo_submit(horo_context *context, const horo_request *request, int
     return leave(hr_engine_submit(&context->engine, request, handle, &failure), &failure, error, error_bytes);
 }
 
-/* This rank's part in a team, with its links. */
-static int create_team(horo_context *context, const horo_team_setup *setup, struct hr_team **team,
-                       struct hr_error *error) {
-    struct hr_team *created = calloc(1, sizeof *created);
-    if (created == NULL) {
-        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a team of %d ranks", setup->size);
-    }
-    int status = hr_team_init_some(created, context->engine.lanes[0]->team, setup->ranks, setup->size, error);
-    if (status == HORO_OK && created->host_count > 1) {
-        status = hr_node_connect_team(&context->node, created, setup->control_fds, setup->data_fds, error);
-    }
-    if (status != HORO_OK) {
-        hr_team_destroy(created);
-        return status;
-    }
-    *team = created;
-    return HORO_OK;
-}
-
-static int add_team(horo_context *context, const horo_team_setup *setup, int64_t *handle, struct hr_error *error) {
-    struct hr_team *team = NULL;
-    HR_TRY(hr_sets_check(&context->engine, setup->ranks, setup->size, error));
-    for (int i = 0; i < setup->size; i++) {
-        if (setup->ranks[i] == context->node.rank) {
-            HR_TRY(create_team(context, setup, &team, error));
-        }
-    }
-    const int has_links = team != NULL && team->transport != NULL;
-    const int host_count = has_links ? team->host_count : 0;
-    HR_TRY(hr_sets_add(&context->engine, setup->ranks, setup->size, team, handle, error));
-    /* the transport has its own */
-    hr_node_close_links(&context->node, host_count, setup->control_fds, setup->data_fds);
-    return HORO_OK;
-}
-
 HORO_API int horo_add_team(horo_context *context, const horo_team_setup *setup, int64_t *handle, char *error,
                            size_t error_bytes) {
     struct hr_error failure = {0};
     HR_TRY(enter(context, error, error_bytes));
-    return leave(add_team(context, setup, handle, &failure), &failure, error, error_bytes);
+    return leave(hr_sets_add(&context->engine, setup, handle, &failure), &failure, error, error_bytes);
 }
 
 HORO_API int horo_remove_team(horo_context *context, int32_t team, int64_t *handle, char *error, size_t error_bytes) {

@@ -232,7 +232,7 @@ hr_status hr_engine_init(struct hr_engine *engine, struct hr_team *world, const 
     return status;
 }
 
-void hr_engine_close_links(struct hr_engine *engine) {
+void hr_engine_close_fds(struct hr_engine *engine) {
     for (int i = 0; i < engine->lane_count; i++) {
         hr_team_close_links(engine->lanes[i]->team);
     }
@@ -243,6 +243,8 @@ void hr_engine_close_links(struct hr_engine *engine) {
             hr_team_close_links(added->team);
         }
     }
+    hr_node_close_fds(engine->node);
+    hr_drive_close_fd(&engine->drive);
 }
 
 void hr_engine_leave(struct hr_engine *engine, int status, const char *words) {
@@ -272,9 +274,7 @@ static void end(struct hr_engine *engine) {
     }
     hr_gpu_end(engine, hr_leave_has_failed(engine));
     hr_drive_lock(&engine->drive); /* after an abort, others may still call */
-    hr_engine_close_links(engine); /* which let go of what is posted before its memory is freed */
-    hr_node_close_fds(engine->node);
-    hr_drive_close_fd(&engine->drive);
+    hr_engine_close_fds(engine); /* links let go of what is posted before its memory is freed */
     hr_drive_unlock(&engine->drive);
 }
 

@@ -75,8 +75,8 @@ static void end_record(struct hr_lane *lane, struct hr_request *const *requests,
 /* ---- The requests of a record ---- */
 
 /*
- * The request that a ref stands for, or a stand-in, NULL where a name needs none; this rank learns what the record says
- * of it.
+ * The request that a ref stands for, or a stand-in; NULL for a name of which this rank, which has joined, has none. It
+ * learns what the record says of it.
  */
 static int resolve(struct hr_lane *lane, const struct hr_wire_ref *ref, struct hr_request **request) {
     struct hr_wire_text bytes = {NULL, 0};
@@ -88,7 +88,7 @@ static int resolve(struct hr_lane *lane, const struct hr_wire_ref *ref, struct h
     } else {
         *request = hr_port_find_name(&lane->port, ref->name);
     }
-    HR_TRY(*request != NULL ? HORO_OK : lane->executor.ops->absent(lane, ref->name, bytes, request));
+    HR_TRY(*request != NULL ? HORO_OK : lane->executor.ops->absent(lane, bytes, request));
     const int learns = is_named && ref->id != 0 && *request != NULL;
     return learns ? hr_announcer_learn(&lane->announcer, *request, ref->id) : HORO_OK;
 }

@@ -25,11 +25,10 @@ struct hr_executor_ops {
      */
     int (*change)(struct hr_lane *lane, struct hr_request *request, struct hr_error *error);
     /*
-     * A record is about what this rank has not submitted: the request that stands in, by its name, or made from its
-     * canonical bytes; NULL where a name needs none. HORO_ERR_INTERNAL: all must submit, and so must this rank.
+     * A record is about what this rank has not submitted: *request stands in, made from its canonical bytes; it stays
+     * NULL where there are none. HORO_ERR_INTERNAL: all must submit, and so must this rank.
      */
-    int (*absent)(struct hr_lane *lane, struct hr_wire_text name, struct hr_wire_text bytes,
-                  struct hr_request **request);
+    int (*absent)(struct hr_lane *lane, struct hr_wire_text bytes, struct hr_request **request);
 };
 
 /* The state of the record at the front of the log. */

@@ -15,7 +15,6 @@
 #include "node/team.h"
 
 struct hr_engine;
-struct hr_absence;
 
 /* The memory of the check for stalls; stall.c. */
 struct hr_stall {
@@ -25,6 +24,14 @@ struct hr_stall {
     uint64_t all_moves;   /* likewise of all lanes */
     int64_t all_moved_ns;
     int64_t answers_ns; /* when ranks here that were asked should have answered; 0: none was */
+};
+
+/* Of a rank that joins the team; membership/join.c. */
+struct hr_absence {
+    struct hr_part part;     /* while a JOIN is held */
+    struct hr_request *held; /* the JOIN that is to be announced */
+    int is_heard;            /* the record JOINED of this rank has been executed */
+    int is_announced;        /* JOIN is: this rank has joined */
 };
 
 /* The values that all lanes of a rank begin with. */
@@ -50,7 +57,7 @@ struct hr_lane {
     struct hr_port port;
     struct hr_part part;
     struct hr_announcer announcer;
-    struct hr_absence *absence; /* kept by membership; NULL: nothing is */
+    struct hr_absence absence;
     struct hr_round round;
     struct hr_leader leader; /* unused on other ranks */
     struct hr_executor executor;

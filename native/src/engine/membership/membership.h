@@ -9,13 +9,8 @@
 
 /* ---- sets.c ---- */
 
-/* Whether there can be a team of these ranks. */
-int hr_sets_check(const struct hr_engine *engine, const int32_t *ranks, int size, struct hr_error *error);
-/*
- * `team` is this rank's part in it with its links, NULL where it is no member. It is the engine's, also where it fails.
- */
-int hr_sets_add(struct hr_engine *engine, const int32_t *ranks, int size, struct hr_team *team, int64_t *handle,
-                struct hr_error *error);
+/* As horo_add_team and horo_remove_team. */
+int hr_sets_add(struct hr_engine *engine, const horo_team_setup *setup, int64_t *handle, struct hr_error *error);
 int hr_sets_remove(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error);
 /* The lane of the process set that a request adds; NULL: there is none, or it has been taken over. */
 const struct hr_lane *hr_sets_lane_of(const struct hr_request *request);
@@ -36,9 +31,8 @@ int hr_join_submit(struct hr_engine *engine, int32_t team, int64_t *handle, stru
 /* The executor's handler of the record JOINED. */
 int hr_join_execute(struct hr_lane *lane, const struct hr_wire_message *record);
 
-/* The executor's: see absent in struct hr_executor_ops; a stand-in is the lane's until its batch is over. */
-int hr_stand_in_for(struct hr_lane *lane, struct hr_wire_text name, struct hr_wire_text bytes,
-                    struct hr_request **request);
+/* The executor's: see absent in struct hr_executor_ops; a stand-in is the port's until its batch is over. */
+int hr_stand_in_for(struct hr_lane *lane, struct hr_wire_text bytes, struct hr_request **request);
 /* The executor's handler of the record REQUEST: makes one, unless this rank has submitted the request itself. */
 int hr_stand_in_describe(struct hr_lane *lane, const struct hr_wire_message *record);
 /* The lane goes, and nothing touches the memory of stand-ins any more. */

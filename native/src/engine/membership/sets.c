@@ -3,6 +3,8 @@
  * team the same id and lets go of a removed one at the same place. A rank that announces a removal has nothing
  * pending in the team; so when all have, nothing of it is left to be done anywhere.
  */
+#include <stdlib.h>
+
 #include "base/traits.h"
 #include "engine/gpu/gpu.h"
 #include "engine/membership/membership.h"
@@ -37,7 +39,7 @@ static int submit(struct hr_engine *engine, int op, const int32_t *values, int c
     return hr_requests_submit(&engine->requests, &call, cargo, handle, error);
 }
 
-int hr_sets_check(const struct hr_engine *engine, const int32_t *ranks, int size, struct hr_error *error) {
+static int check(const struct hr_engine *engine, const int32_t *ranks, int size, struct hr_error *error) {
     if (size < 1 || size > engine->node->size) {
         return hr_fail(error, HORO_ERR_USAGE, "a process set of %d ranks is impossible in a job of %d", size,
                        engine->node->size);
@@ -52,13 +54,35 @@ int hr_sets_check(const struct hr_engine *engine, const int32_t *ranks, int size
     return HORO_OK;
 }
 
-int hr_sets_add(struct hr_engine *engine, const int32_t *ranks, int size, struct hr_team *team, int64_t *handle,
-                struct hr_error *error) {
-    struct hr_lane *lane = NULL;
-    if (team != NULL) {
-        HR_TRY(hr_lane_create(engine, &engine->lane_setup, team, &lane, error));
+/* This rank's part in a team, with its links. */
+static int create_lane(struct hr_engine *engine, const horo_team_setup *setup, struct hr_lane **lane,
+                       struct hr_error *error) {
+    struct hr_team *team = calloc(1, sizeof *team);
+    if (team == NULL) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a team of %d ranks", setup->size);
     }
-    return submit(engine, HORO_ADD_TEAM, ranks, size, (struct hr_cargo){&addition, lane}, handle, error);
+    int status = hr_team_init_some(team, engine->lanes[0]->team, setup->ranks, setup->size, error);
+    if (status == HORO_OK && team->host_count > 1) {
+        status = hr_node_connect_team(engine->node, team, setup->control_fds, setup->data_fds, error);
+    }
+    if (status != HORO_OK) {
+        hr_team_destroy(team);
+        return status;
+    }
+    return hr_lane_create(engine, &engine->lane_setup, team, lane, error);
+}
+
+int hr_sets_add(struct hr_engine *engine, const horo_team_setup *setup, int64_t *handle, struct hr_error *error) {
+    struct hr_lane *lane = NULL;
+    HR_TRY(check(engine, setup->ranks, setup->size, error));
+    for (int i = 0; i < setup->size; i++) {
+        HR_TRY(setup->ranks[i] == engine->node->rank ? create_lane(engine, setup, &lane, error) : HORO_OK);
+    }
+    const int host_count = lane != NULL && lane->team->transport != NULL ? lane->team->host_count : 0;
+    HR_TRY(submit(engine, HORO_ADD_TEAM, setup->ranks, setup->size, (struct hr_cargo){&addition, lane}, handle, error));
+    /* the transport has its own */
+    hr_node_close_links(engine->node, host_count, setup->control_fds, setup->data_fds);
+    return HORO_OK;
 }
 
 /* With the lock held: from here on nothing can be submitted to the team, of which this rank may be no member. */

@@ -19,7 +19,7 @@ struct hr_request;
  *     STAGING   | its values are on their way from a GPU         | QUEUED: a thread of the GPU's, when they are there
  *     ANNOUNCED | what the driver has taken out of the queue     | its record, or the end of the group, completes it
  *     STANDS_IN | made for one that this rank, which has joined, | its record completes it
- *               | does not submit: pending nowhere               |
+ *               | does not submit: known by name, not pending    |
  *
  * All but the first is written with the lock held. It is over when `status` says so, which is written last.
  */
