@@ -183,8 +183,8 @@ static hr_status init_parts(struct hr_engine *engine, struct hr_team *world, con
     hr_drive_add(drive, &engine->submissions, &SUBMISSIONS, engine);
     hr_drive_add(drive, &engine->lanes[0]->part, &hr_part_lane, engine->lanes[0]);
     const int passes_mail = engine->lanes[0]->is_leader && world->host_count > 1;
-    hr_pairs_init(&engine->pairs, &engine->requests, setup->direct_bytes > 0,
-                  passes_mail ? &engine->lanes[0]->leader : NULL);
+    HR_TRY(hr_pairs_init(&engine->pairs, &engine->requests, setup->direct_bytes > 0,
+                         passes_mail ? &engine->lanes[0]->leader : NULL, error));
     hr_drive_add(drive, &engine->stall, &hr_part_stall, engine);
     hr_drive_add(drive, &engine->deadlock, &hr_part_deadlock, engine);
     hr_drive_add(drive, &engine->late.part, &hr_part_late, engine);

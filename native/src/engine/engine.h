@@ -119,7 +119,7 @@ struct hr_engine {
 
 hr_status hr_engine_init(struct hr_engine *engine, struct hr_team *world, const horo_setup *setup,
                          struct hr_error *error);
-/* Closes links, also of teams that are being added, and all else, where nobody drives: at the end, in a forked child. */
+/* Closes links, also of teams that are being added, and all else. Nobody drives: at the end, or in a forked child. */
 void hr_engine_close_fds(struct hr_engine *engine);
 /* As horo_leave: leaves the group and joins the thread, unless that has been done. */
 void hr_engine_leave(struct hr_engine *engine, int status, const char *words);

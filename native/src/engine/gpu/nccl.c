@@ -23,8 +23,6 @@ enum {
 
 _Static_assert(HORO_NCCL_ID_BYTES == sizeof(struct hr_nccl_id), "of NCCL");
 
-static const struct hr_part_ops PART;
-
 static void wait_a_moment(void) {
     const struct timespec moment = {.tv_nsec = MOMENT_NS}; /* nothing tells of what is waited for here */
     (void)nanosleep(&moment, NULL);
@@ -83,7 +81,6 @@ int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_
     }
     (void)pthread_mutex_lock(&engine->staging_lock);
     const int may_use = atomic_load(&engine->stager) != NULL && atomic_load(&engine->on_gpu) == NULL;
-    made->part = &PART;
     const int status =
         may_use ? open_nccl(engine, made, paths, path_count, device, found, error)
                 : hr_fail(error, HORO_ERR_USAGE, "NCCL: horo_use_cuda comes once before it, and nothing behind it");
@@ -309,7 +306,7 @@ static int needs(const struct hr_part *part) {
     return gpu != NULL && atomic_load(&gpu->is_busy);
 }
 
-static const struct hr_part_ops PART = {.rank = HR_PART_GPU, .turn = turn, .needs = needs, .end = end};
+const struct hr_part_ops hr_part_gpu = {.rank = HR_PART_GPU, .turn = turn, .needs = needs, .end = end};
 
 void hr_gpu_detach(struct hr_engine *engine, const struct hr_lane *lane) {
     struct hr_gpu_team *team = (struct hr_gpu_team *)atomic_load(&lane->on_gpu);
