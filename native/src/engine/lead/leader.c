@@ -5,9 +5,6 @@
 
 #include "wire/frame.h"
 
-/* higher: more hits where names are many times the capacity; lower: new names are cached sooner */
-enum { EVICT_AFTER_CAPACITIES = 16 };
-
 /* On a host and all those below it in the tree, which are the ones up to the next of its parent's (node/team.h). */
 static int ranks_below(struct hr_leader *leader, int host, int member) {
     const struct hr_team *team = leader->team;
@@ -59,7 +56,6 @@ static int init_agreement(struct hr_leader *leader, uint64_t fusion_bytes) {
         .team_size = leader->team->size,
         .rank_count = node->size,
         .capacity = leader->announcer->capacity,
-        .evict_after = (uint64_t)EVICT_AFTER_CAPACITIES * leader->announcer->capacity,
         .fusion_bytes = fusion_bytes,
         .recorder = leader->is_root ? &node->recorder : NULL,
         .team_number = team->number,
