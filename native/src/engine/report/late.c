@@ -146,10 +146,9 @@ static int ask(const struct late *late, int64_t until_ns) {
 static void find_silent(const struct hr_lane *lane, struct hr_rank_list *who) {
     const uint32_t roll_call = lane->engine->late.roll_call; /* one that has answered a later one is there, too */
     const struct hr_team *team = lane->team;
-    const struct hr_arena *arena = &lane->node->arena;
     const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;
     for (int i = 0; i < team->local_size; i++) {
-        const struct hr_arena_block *block = &arena->blocks[team->index_of_local[i]];
+        const struct hr_arena_block *block = hr_block_of(lane, i);
         const uint64_t place = atomic_load_explicit(&block->log_executed[team->number], memory_order_relaxed);
         /* a rank behind that place has done its part; where nothing is executed, the leader is to agree on it */
         const int is_awaited = is_executing ? place <= lane->executor.place : i == 0;

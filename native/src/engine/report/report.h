@@ -4,6 +4,11 @@
 
 #include "engine/engine.h"
 
+/* Of a local member. */
+static inline struct hr_arena_block *hr_block_of(const struct hr_lane *lane, int member) {
+    return &lane->node->arena.blocks[lane->team->index_of_local[member]];
+}
+
 /* ---- blocked.c: threads that wait, and whether all ranks wait for one another ---- */
 
 /* As horo_report_blocked and horo_blocked_question. */
@@ -45,7 +50,7 @@ struct hr_stalled {
     int64_t oldest_ns;
     int64_t blocked_ns; /* since when one that holds up somebody has waited; the time of the report if none has */
     int culprit;      /* a rank that has not submitted one of them, of this host if there is one; -1: none */
-    int is_elsewhere; /* it is on another host, where they may know better */
+    int periods;      /* of patience with it, where those beside it may know better */
 };
 
 /* Ranks of one host, or that lead others, as "1, 3"; the first one, and how many. */

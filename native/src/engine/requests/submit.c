@@ -169,44 +169,36 @@ void hr_requests_describe_end(const struct hr_requests *requests, struct hr_abor
     }
 }
 
-/* With the lock held: the oldest one that is not between two ranks alone. */
-static struct hr_request *oldest_of_all(const struct hr_requests *requests) {
-    struct hr_request *request = requests->oldest;
-    while (request != NULL && request->port == NULL) {
-        request = request->newer;
-    }
-    return request;
-}
-
 int hr_requests_fail_all(struct hr_requests *requests) {
+    struct hr_abort end = {0};
+    char text[HORO_MESSAGE_MAX];
+    struct hr_request *older;
     if (atomic_load(&requests->drive->pending) == 0) {
         return 0;
     }
     hr_drive_lock(requests->drive);
-    struct hr_request *request = oldest_of_all(requests);
-    if (request == NULL) {
-        hr_drive_unlock(requests->drive);
-        return 0;
-    }
-    char text[HORO_MESSAGE_MAX];
-    const struct hr_abort end = hr_end_find(requests->node);
-    hr_end_show(requests->node);
-    hr_requests_describe_end(requests, end, NULL, text, sizeof text);
-    for (; request != NULL; request = oldest_of_all(requests)) {
-        hr_requests_complete_locked(requests, request, end.code, text);
-        /* The call behind it has gone into the queue, and may be the next one that is freed. */
-        requests->queue_head = NULL;
-        requests->queue_tail = &requests->queue_head;
-    }
+    requests->queue_head = NULL;
+    requests->queue_tail = &requests->queue_head;
     atomic_store(&requests->queued, 0);
-    for (request = requests->oldest; request != NULL; request = request->newer) {
+    for (struct hr_request *request = requests->newest; request != NULL; request = older) {
+        older = request->older; /* in this order, what is behind a refusal does not get into the queue */
+        if (request->port != NULL && end.code == 0) {
+            end = hr_end_find(requests->node);
+            hr_end_show(requests->node);
+            hr_requests_describe_end(requests, end, NULL, text, sizeof text);
+        }
+        if (request->port != NULL) {
+            hr_requests_complete_locked(requests, request, end.code, text);
+        }
+    }
+    for (struct hr_request *request = requests->oldest; request != NULL; request = request->newer) {
         if (request->state == HR_REQUEST_QUEUED) {
             hr_requests_queue(requests, request);
         }
     }
     hr_drive_wake_waiters(requests->drive);
     hr_drive_unlock(requests->drive);
-    return 1;
+    return end.code != 0;
 }
 
 /* ---- Checks ---- */
