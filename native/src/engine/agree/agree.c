@@ -222,7 +222,7 @@ int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out) {
             continue;
         }
         hr_agree_move(agree, entry, HR_AGREE_REPORTED);
-        const int in_full = hr_agree_is_told_in_full(entry);
+        const int in_full = entry->current.bytes != NULL || entry->failure != 0;
         const int is_bare = !in_full && entry->known.gathers == 0;
         if (!is_bare || id_count == IDS_PER_MESSAGE) { /* calls are counted; JOIN is the last */
             HR_TRY(hr_frame_put_ids(out, ids, &id_count));

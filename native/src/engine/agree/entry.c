@@ -210,7 +210,7 @@ void hr_agree_reset(struct hr_agree *agree, struct hr_agree_entry *entry) {
 static void evict(struct hr_agree *agree, struct hr_agree_entry *entry) {
     forget_known(agree, entry);
     entry->id = 0;
-    if (entry->state == HR_AGREE_REPORTED && hr_agree_is_told_in_full(entry)) {
+    if (entry->state == HR_AGREE_REPORTED && (entry->current.bytes != NULL || entry->failure != 0)) {
         return; /* the parent has all it needs; the repeated announcements are ignored as such */
     }
     for (int member = 0; member < agree->config.member_count; member++) {

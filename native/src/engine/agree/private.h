@@ -59,11 +59,6 @@ static inline size_t hr_agree_words(const struct hr_agree *agree) {
 static inline const struct hr_agree_copy *hr_agree_request(const struct hr_agree_entry *entry) {
     return entry->current.bytes != NULL ? &entry->current : &entry->known;
 }
-/* Whether it is reported with the full request, and not by its id. */
-static inline int hr_agree_is_told_in_full(const struct hr_agree_entry *entry) {
-    return entry->current.bytes != NULL || entry->failure != 0;
-}
-
 /* text.c: one sentence on how two requests of the same name differ. */
 void hr_agree_mismatch_text(const struct hr_agree_config *config, const struct hr_agree_entry *entry,
                             const struct hr_agree_copy *one, const struct hr_agree_copy *two, char *out,
