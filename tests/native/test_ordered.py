@@ -172,6 +172,16 @@ def test_with_a_rank_that_has_joined_they_fail_and_go_on_afterwards(rank: Rank) 
         assert (allreduce(rank, np.ones(2)) == 3).all()
 
 
+@on_ranks([2], [3], [1, 1], [2, 1, 2])
+def test_those_from_before_a_join_are_done(rank: Rank) -> None:
+    for _ in range(20):
+        array = np.ones(3, np.int64)
+        handles = [submit(rank, "allreduce", array, array, reduce_op=SUM), rank.context.start_join(0)]
+        for handle in handles:
+            rank.context.finish(handle)
+        assert (array == rank.size).all()
+
+
 @on_ranks([2], [3], **PATIENT)
 def test_alone_they_are_counted_without_a_leader(rank: Rank) -> None:
     buffer = context.RequestBuffer()
