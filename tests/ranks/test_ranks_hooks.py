@@ -15,6 +15,7 @@ from small_model import made, make_loss, mean_gradients
 
 import horo.torch as hvd
 from horo.core.calls import know_torch
+from horo.errors import UsageError
 from horo.torch.compat.profiler import profiling
 from horo.torch.compat.torch_private import exchange_table, forward_mode
 from horo.torch.engine import operation, runtime
@@ -200,6 +201,37 @@ def test_a_change_of_one_gradient_is_found_and_the_others_of_its_bucket_are_aver
             _backward(values, hvd.rank())
         hook.remove()
         assert [value.grad.tolist() for value in values[:2]] == [[0.5] * 3, [1.0] * 3]
+
+
+@pytest.mark.skipif(not COUNTS_IN_HOOKS, reason="each hook submits its gradient")
+@on("ranks2_always")
+def test_gradients_that_the_core_refuses_in_a_hook_are_sent_by_zero_grad(monkeypatch: pytest.MonkeyPatch) -> None:
+    values, optimizer = _many(100)
+    parts: list[int] = []
+    whole = runtime.current().submit_each
+
+    def refuse_second(gradients: list[Any], sync: bool, pending: object) -> None:
+        parts.append(len(gradients))
+        whole(gradients[:3] if len(parts) == 2 else gradients, sync, pending)
+        if len(parts) == 2:
+            raise UsageError("refused")
+
+    for step in range(8):
+        optimizer.zero_grad()
+        if step < 4:  # there are requests for both ways then
+            with optimizer.no_sync():
+                _backward(values, 1.0)
+            optimizer.synchronize()
+            optimizer.zero_grad()
+        elif step == 6:
+            monkeypatch.setattr(runtime.current(), "submit_each", refuse_second)
+            with pytest.raises(UsageError, match="refused"):
+                _backward(values, 1.0)
+            optimizer.zero_grad()
+            assert parts == [32, 32, 29]  # of the last third there are no gradients
+        _backward(values, hvd.rank() + 1)
+        assert all(value.grad.eq(1.5 * (at + 1)).all() for at, value in enumerate(values))
+        optimizer.step()
 
 
 def _double(value: torch.Tensor) -> None:
