@@ -133,7 +133,7 @@ static void drain(struct hr_segments *segments, size_t k) {
         }
         const struct hr_range share = share_of(run, segment, owner);
         hr_fused_unpack(&run->fused, segment.offset + share.offset, share.bytes,
-                        result_slot(run, owner, k) + share.offset, team->node->kernel);
+                        result_slot(run, owner, k) + share.offset, team->node->kernel, HR_STORE_ORDINARY);
     }
 }
 
@@ -157,7 +157,7 @@ static void exchange(struct hr_segments *segments, size_t k) {
     if (next.bytes == segment.bytes) {
         hr_fused_exchange(fused, out_offset, in_offset, out.bytes, slot + out.offset, team->node->kernel, run->store);
     } else {
-        hr_fused_unpack(fused, out_offset, out.bytes, slot + out.offset, team->node->kernel);
+        hr_fused_unpack(fused, out_offset, out.bytes, slot + out.offset, team->node->kernel, HR_STORE_ORDINARY);
         hr_fused_pack(fused, in_offset, in.bytes, slot + in.offset, team->node->kernel, 1.0, run->store);
     }
 }
@@ -223,7 +223,7 @@ static void flat_drain(struct hr_segments *segments, size_t k) {
     if (!is_plain) {
         char result[HR_FLAT_MAX]; /* packed here too: fused with others or not, a tensor gets the same bits */
         reduce_part(run, k, 0, fused->bytes, NULL, result, NULL, run->postscale);
-        hr_fused_unpack(fused, 0, fused->bytes, result, segments->team->node->kernel);
+        hr_fused_unpack(fused, 0, fused->bytes, result, segments->team->node->kernel, HR_STORE_ORDINARY);
     }
     for (size_t i = 0; i < fused->count && is_plain; i++) {
         const struct hr_piece *piece = &fused->pieces[i];
@@ -242,7 +242,7 @@ static void run_alone(const struct hr_allreduce *run) {
     const struct hr_kernel *kernel = run->segments.team->node->kernel;
     char packed[HR_FLAT_MAX];
     if (codec->is_plain && run->prescale == 1.0 && !hr_scale_changes(run->postscale)) {
-        hr_fused_put(fused, 0, fused->bytes, NULL, kernel, HR_STORE_ORDINARY);
+        hr_fused_unpack(fused, 0, fused->bytes, NULL, kernel, HR_STORE_ORDINARY);
         return;
     }
     for (size_t at = 0; at < fused->bytes; at += sizeof packed) {
@@ -250,7 +250,7 @@ static void run_alone(const struct hr_allreduce *run) {
         hr_fused_pack(fused, at, bytes, packed, kernel, run->prescale, HR_STORE_ORDINARY);
         hr_kernel_scale(kernel, codec->wire_dtype, packed, packed, bytes / codec->wire_bytes, run->postscale,
                         HR_STORE_ORDINARY);
-        hr_fused_unpack(fused, at, bytes, packed, kernel);
+        hr_fused_unpack(fused, at, bytes, packed, kernel, HR_STORE_ORDINARY);
     }
 }
 

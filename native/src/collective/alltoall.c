@@ -33,16 +33,11 @@ static void show(struct hr_segments *segments, size_t k) {
     }
 }
 
-/* Copies what this rank has for itself. The pieces of both are alike: it is the same rows. */
+/* Copies what this rank has for itself. */
 static void keep_own(const struct hr_alltoall *run) {
     const struct hr_team *team = run->segments.team;
-    const struct hr_fused *mine = &run->to[team->rank];
-    for (size_t i = 0; i < mine->count; i++) {
-        const struct hr_piece *result = &run->from[team->rank].pieces[i];
-        if (result->output != mine->pieces[i].input) { /* a root's own block may be where it belongs */
-            team->node->kernel->copy(result->output, mine->pieces[i].input, result->bytes, run->result_store);
-        }
-    }
+    const struct hr_fused *own = &run->from[team->rank];
+    hr_fused_unpack(own, 0, own->bytes, NULL, team->node->kernel, run->result_store);
 }
 
 /* Each rank begins with another, so that not all read the same slot. */
@@ -55,8 +50,8 @@ static void take(struct hr_segments *segments, size_t k) {
     for (int i = 1; i < team->size; i++) {
         const int from = (team->rank + i) % team->size;
         const struct hr_range share = share_of(run, from, team->rank, k);
-        hr_fused_put(&run->from[from], share.offset, share.bytes,
-                     hr_segments_slot(segments, from, k) + run->places[from], team->node->kernel, run->result_store);
+        hr_fused_unpack(&run->from[from], share.offset, share.bytes,
+                        hr_segments_slot(segments, from, k) + run->places[from], team->node->kernel, run->result_store);
     }
 }
 
@@ -216,7 +211,7 @@ static void drain_owners(struct hr_segments *segments, size_t k) {
                 const struct hr_range part = overlap(&window, begin, bytes_of(run, rank, team->rank));
                 if (part.bytes > 0) {
                     hr_fused_unpack(&run->from[rank], part.offset, part.bytes, place_in(&window, begin, part),
-                                    team->node->kernel);
+                                    team->node->kernel, HR_STORE_ORDINARY);
                 }
             }
         }

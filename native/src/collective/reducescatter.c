@@ -74,7 +74,7 @@ static void drain(struct hr_segments *segments, size_t k) {
             reduce_share(run, k, &walk, to_outputs, run->postscale);
             if (!to_outputs) {
                 hr_fused_unpack(&run->shares.by_rank[team->rank], walk.share.offset, walk.share.bytes,
-                                slot_of(run, team->local_rank, k) + walk.at, team->node->kernel);
+                                slot_of(run, team->local_rank, k) + walk.at, team->node->kernel, HR_STORE_ORDINARY);
             }
         }
     }
@@ -143,7 +143,7 @@ static void drain_regions(struct hr_segments *segments, size_t k) {
         while (hr_walk_on(&walk)) {
             if (walk.rank == team->rank) {
                 hr_fused_unpack(&run->shares.by_rank[walk.rank], walk.share.offset, walk.share.bytes,
-                                slot_of(run, owner, k) + walk.at, team->node->kernel);
+                                slot_of(run, owner, k) + walk.at, team->node->kernel, HR_STORE_ORDINARY);
             }
         }
     }

@@ -34,6 +34,13 @@ struct hr_task {
     int (*progress)(struct hr_task *task);
     /* Gives the task up, unless it is done, also after an error: nothing is posted any more. NULL: it posts nothing. */
     void (*cancel)(struct hr_task *task);
+    /*
+     * On one host, before anybody knows that the other ranks do the same: does what needs nothing of them. 1, or 0
+     * where that cannot be done now. Then, when all ranks have done so, lets it go on; or it is cancelled, and
+     * team->segment is what it was. Both NULL: never.
+     */
+    int (*fill_ahead)(struct hr_task *task);
+    void (*show_ahead)(struct hr_task *task);
 };
 
 enum { HR_SEGMENTS_TRAVELLING_MAX = 2 };
@@ -65,7 +72,7 @@ struct hr_segments {
     int carries;               /* this rank moves data between hosts; else begin is not called */
     int begins_alone;          /* travelling needs nothing of the other ranks of this host */
     enum hr_phase drain_phase; /* draining waits for it: HR_PHASE_REDUCED; HR_PHASE_FILLED if that is enough */
-    int is_filled_ahead;       /* the first segment is, on all ranks, see hr_segments_fill_ahead */
+    int is_filled_ahead;       /* the first segment is, on all ranks, see struct hr_task */
     /* ns: how long the first fill took; from the first reduction on, when all began: without waits for late ranks */
     struct hr_store_trial trial;
 
@@ -83,14 +90,6 @@ static inline char *hr_segments_slot(const struct hr_segments *segments, int loc
 
 /* Takes the next `count` segment numbers of the team and makes the task ready to run; other fields stay. */
 void hr_segments_begin(struct hr_segments *segments, size_t count);
-
-/*
- * On one host, before anybody knows that the other ranks do the same: fills the first segment. 1, or 0 where that
- * cannot be done now. Then, when all ranks have done so, lets it go on; or it is cancelled, and team->segment is what
- * it was.
- */
-int hr_segments_fill_ahead(struct hr_segments *segments);
-void hr_segments_show_ahead(struct hr_segments *segments);
 
 /* A call between the hosts of a team, with what all such calls have in common. */
 static inline struct hr_cross_call hr_cross_call_of(const struct hr_team *team, const struct hr_codec *codec) {

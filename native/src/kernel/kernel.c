@@ -290,10 +290,10 @@ void hr_codec_pack(const struct hr_codec *codec, const struct hr_kernel *kernel,
 }
 
 void hr_codec_unpack(const struct hr_codec *codec, const struct hr_kernel *kernel, void *output, const void *wire,
-                     size_t count) {
+                     size_t count, enum hr_store store) {
     if (codec->is_plain) {
-        kernel->copy(output, wire, count * codec->element_bytes, HR_STORE_ORDINARY);
+        kernel->copy(output, wire, count * codec->element_bytes, store);
     } else {
-        hr_kernel_convert(kernel, codec->dtype, output, codec->wire_dtype, wire, count, 1.0, HR_STORE_ORDINARY);
+        hr_kernel_convert(kernel, codec->dtype, output, codec->wire_dtype, wire, count, 1.0, store);
     }
 }

@@ -144,6 +144,6 @@ const struct hr_codec *hr_codec_find(int dtype, int wire_dtype);
 void hr_codec_pack(const struct hr_codec *codec, const struct hr_kernel *kernel, void *wire, const void *input,
                    size_t count, double factor, enum hr_store store);
 void hr_codec_unpack(const struct hr_codec *codec, const struct hr_kernel *kernel, void *output, const void *wire,
-                     size_t count);
+                     size_t count, enum hr_store store);
 
 #endif
