@@ -188,14 +188,14 @@ static int may_form_batch(struct hr_leader *leader, uint64_t place) {
 
 int hr_leader_make_due(struct hr_leader *leader, const uint64_t *values, int is_final) {
     struct hr_buffer *out = &leader->tuning;
-    size_t mark;
-    hr_buffer_consume(out, hr_buffer_size(out));
-    HR_TRY(hr_frame_begin(out, &mark));
-    if (hr_wire_put_tune(out, is_final, values, HORO_KNOB_COUNT) != HORO_OK) {
-        hr_buffer_consume(out, hr_buffer_size(out));
-        return HORO_ERR_RESOURCE;
+    uint8_t items[HORO_KNOB_COUNT * sizeof *values];
+    for (int i = 0; i < HORO_KNOB_COUNT; i++) {
+        (void)hr_store_u64(items + (size_t)i * sizeof *values, values[i]);
     }
-    hr_frame_end(out, mark);
+    hr_buffer_consume(out, hr_buffer_size(out));
+    const struct hr_wire_message tune = {
+        .type = HR_WIRE_TUNE, .is_final = is_final, .count = HORO_KNOB_COUNT, .items = items};
+    HR_TRY(hr_frame_put(out, &tune));
     atomic_store(&leader->is_tuning_due, 1);
     return HORO_OK;
 }
