@@ -124,24 +124,20 @@ static int begin_scatter(struct host_backend *host, int begins_again) {
     return HR_MOVED;
 }
 
-static int begin_rows(struct host_backend *host) {
-    const int kind = take_kind(host);
-    if (kind == KIND_COUNT) {
-        return HR_DONE;
-    }
-    host->moved_bytes = 0;
-    for (int r = 0; r < host->team->size; r++) {
-        host->by_rank[r] = fuse(host, host->pieces + (size_t)r * host->work.count, kind, r);
-        host->moved_bytes += host->by_rank[r].bytes;
-    }
-    return begin_scatter(host, 0);
-}
-
-static int begin_kind(struct host_backend *host) {
+/* The next kind. */
+static int begin_reduction(struct host_backend *host) {
     const struct hr_work *work = &host->work;
     const int kind = take_kind(host);
     if (kind == KIND_COUNT) {
         return HR_DONE;
+    }
+    if (work->op != HORO_ALLREDUCE) {
+        host->moved_bytes = 0;
+        for (int r = 0; r < host->team->size; r++) {
+            host->by_rank[r] = fuse(host, host->pieces + (size_t)r * work->count, kind, r);
+            host->moved_bytes += host->by_rank[r].bytes;
+        }
+        return begin_scatter(host, 0);
     }
     const struct hr_fused fused = fuse(host, host->pieces, kind, -1);
     host->task = NULL; /* a task that could not begin has nothing to cancel */
@@ -284,19 +280,11 @@ static hr_status host_begin(struct hr_backend *backend, const struct hr_work *wo
         host->pieces = larger;
         host->piece_capacity = count;
     }
-    switch (op) {
-    case HORO_ALLREDUCE: return begin_kind(host) < 0 ? HORO_ERR_RESOURCE : HORO_OK;
-    case HORO_REDUCESCATTER:
-    case HORO_REDUCE: return begin_rows(host) < 0 ? HORO_ERR_RESOURCE : HORO_OK;
-    case HORO_BROADCAST:
-    case HORO_ALLGATHER:
-    case HORO_ALLTOALL:
-    case HORO_GATHER:
-    case HORO_SCATTER:
-        HR_TRY(lay_out_move(host));
-        return begin_move(host);
-    default: return HORO_ERR_INTERNAL;
+    if (hr_op_is(op, HR_OP_REDUCTION)) {
+        return begin_reduction(host) < 0 ? HORO_ERR_RESOURCE : HORO_OK;
     }
+    HR_TRY(lay_out_move(host));
+    return begin_move(host);
 }
 
 static int host_begin_ahead(struct hr_backend *backend) {
@@ -315,12 +303,9 @@ static int host_progress(struct hr_backend *backend) {
     if (moved != HR_DONE) {
         return moved;
     }
-    if (host->work.op == HORO_ALLREDUCE) {
-        return begin_kind(host);
-    }
     const int begins_again = host->is_direct && host->team->reads_peers < 0; /* its reads have failed */
     if (hr_op_is(host->work.op, HR_OP_REDUCTION)) {
-        return begins_again ? begin_scatter(host, 1) : begin_rows(host);
+        return begins_again ? begin_scatter(host, 1) : begin_reduction(host);
     }
     if (begins_again) {
         const int status = begin_move(host);

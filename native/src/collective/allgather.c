@@ -15,7 +15,7 @@ static void fill(struct hr_segments *segments, size_t k) {
     const struct hr_fused *mine = &run->shares.by_rank[team->rank];
     const struct hr_range part = part_of(team, mine, k);
     hr_fused_pack(mine, part.offset, part.bytes, hr_segments_slot(segments, team->local_rank, k), team->node->kernel,
-                  1.0, run->store);
+                  1.0, segments->trial.store);
 }
 
 static void drain(struct hr_segments *segments, size_t k) {
@@ -151,7 +151,7 @@ hr_status hr_allgather_begin(struct hr_allgather *run, struct hr_team *team, con
         longest = by_rank[r].bytes > longest ? by_rank[r].bytes : longest;
         total += by_rank[r].bytes;
     }
-    run->store = hr_store_choose_for_move(team, by_rank[team->rank].bytes);
+    run->segments.trial.store = hr_store_choose_for_move(team, by_rank[team->rank].bytes);
     run->result_store = hr_store_choose_for_result(team, total);
     if (team->size == 1) {
         hr_fused_unpack(by_rank, 0, total, NULL, team->node->kernel, run->result_store);

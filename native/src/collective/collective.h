@@ -19,7 +19,6 @@ struct hr_allreduce {
     double partial_scale; /* several hosts: what each host's partial result is multiplied by before it travels on */
     struct hr_scale postscale;
     int owners;
-    enum hr_store store;
     size_t scratch_bytes; /* between hosts: for one segment that travels */
 };
 
@@ -35,8 +34,7 @@ struct hr_broadcast {
 struct hr_allgather {
     struct hr_segments segments;
     struct hr_shares shares;    /* between hosts; on one by_rank alone */
-    enum hr_store store;        /* on one host, as the next */
-    enum hr_store result_store;
+    enum hr_store result_store; /* on one host */
     const struct hr_cross_ops *cross; /* between hosts, as what follows */
     struct hr_cross_part *parts; /* [HR_SEGMENTS_TRAVELLING_MAX][host_count] */
 };
@@ -52,15 +50,12 @@ struct hr_alltoall {
     const struct hr_fused *to;
     const struct hr_fused *from;
     const size_t *bytes;
-    enum hr_store store;        /* on one host, as the next */
-    enum hr_store result_store;
-    size_t unit; /* of shares */
-    size_t share_count;
+    enum hr_store result_store; /* on one host */
+    struct hr_shares shares; /* on one host of what each has for each; else of streams */
     /* One host: [size] where what I have for each rank begins in my slot. Else: [host_count] in the stream to each. */
     size_t *starts;
     size_t *places; /* [size] where what each rank has for me begins in its slot; else in the stream from its host */
     /* Between hosts: */
-    int owners;
     size_t *streams;             /* [host_count * host_count] bytes from each host to each */
     struct hr_traffic *traffic;  /* [host_count] */
     struct hr_cross_part *parts; /* [HR_SEGMENTS_TRAVELLING_MAX][host_count * host_count] */
@@ -76,7 +71,6 @@ struct hr_reducescatter {
     double prescale;
     double partial_scale; /* several hosts: as in struct hr_allreduce */
     struct hr_scale postscale;
-    enum hr_store store;
     size_t piece_scratch_bytes; /* several hosts: for the pieces of one segment that travels, */
     size_t scratch_bytes;       /* and for its parts as well */
     size_t done;                /* one host: bytes of this rank's part that are in the outputs already */
@@ -133,9 +127,9 @@ double hr_partial_scale(const struct hr_codec *codec, int reduce_op, double post
 /* The algorithm by which a share of so many bytes travels. */
 const struct hr_cross_ops *hr_two_level_cross(const struct hr_tuning *tuning, size_t share_bytes);
 
-/* Scratch for any share of any segment of at most `segment_bytes`, of values of `value_bytes`, for so many owners. */
-size_t hr_two_level_scratch_bytes(const struct hr_tuning *tuning, int host_count, int owners, size_t value_bytes,
-                                  size_t segment_bytes);
+/* Scratch for shares of at most `most` bytes, of values of `value_bytes`, where `large` moves the large ones. */
+size_t hr_two_level_scratch_bytes(const struct hr_tuning *tuning, int host_count, size_t value_bytes, size_t most,
+                                  const struct hr_cross_ops *large);
 
 /* On several hosts: outputs = inputs of root_rank; on the root an output may be its input. fused is of bytes. */
 void hr_broadcast_begin(struct hr_broadcast *run, struct hr_team *team, const struct hr_fused *fused, int root_rank);
