@@ -38,14 +38,16 @@ def do_at(call: Callable[[], Any], at: int, handler: Callable[[], None], behind:
     """Calls, and does ``handler()`` at the ``at``-th place of horo at which signal handlers may run.
 
     Python runs them where a function begins and where one of C has returned, which a profiler is told of. ``behind``:
-    only places after one of these functions of C has returned. Returns whether there are so many.
+    only places after one of these functions of C has returned, or of Python has begun. Returns whether there are so
+    many.
     """
     left = at
     has_begun = not behind
 
     def look(frame: Any, event: str, what: Any) -> None:
         nonlocal left, has_begun
-        has_begun |= event == "c_return" and what.__name__ in behind
+        name = what.__name__ if event == "c_return" else frame.f_code.co_name if event == "call" else ""
+        has_begun |= name in behind
         if has_begun and event in {"call", "c_return"} and "/horo/" in frame.f_code.co_filename:
             left -= 1
             if left < 0:

@@ -30,9 +30,9 @@ class Rank:
         self._pending: dict[str, tuple[int, array.array[float], array.array[float]]] = {}
         self.hasty = False
 
-    def start(self) -> list[int]:
-        """``init()``; answers rank and size."""
-        self._job = bootstrap.start()
+    def start(self, comm: Any = None) -> list[int]:
+        """``init(comm)``; answers rank and size."""
+        self._job = bootstrap.start(comm=comm)
         return [self._job.rank, self._job.size]
 
     def start_and_die_in(self, where: str, name: str) -> None:

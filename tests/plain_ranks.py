@@ -73,6 +73,13 @@ class PlainRanks:
         pipe.write(json.dumps(words).encode() + b"\n")
         pipe.flush()
 
+    def tell_others(self, rank: int, *words: object) -> list[int]:
+        """Tells all ranks but one the same; returns those."""
+        told = [each for each in range(len(self.hosts)) if each != rank]
+        for each in told:
+            self.tell(each, *words)
+        return told
+
     def answer(self, rank: int) -> dict[str, Any]:
         """What a rank answers; waits for it, with a deadline."""
         pipe = self.processes[rank].stdout
@@ -102,6 +109,11 @@ class PlainRanks:
             self.tell(rank, *words)
         return [self.value(rank) for rank in told]
 
+    def assert_sum_is_of_all(self) -> None:
+        """Of an ``allreduce`` that all ranks were told to do."""
+        total = float(sum(range(len(self.hosts) + 1)))
+        assert [self.value(rank) for rank in range(len(self.hosts))] == [[total, total]] * len(self.hosts)
+
     def kill(self, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
         """Sends a signal."""
         self.processes[rank].send_signal(number)
@@ -109,6 +121,11 @@ class PlainRanks:
     def log(self, rank: int) -> str:
         """What it has written to stderr."""
         return (self.folder / f"stderr.{rank}").read_text()
+
+    def shut_down(self) -> None:
+        """All leave the job, and end by themselves."""
+        self.all("close")
+        assert set(self.finish()) == {0}
 
     def finish(self) -> list[int]:
         """Lets all ranks end by themselves; returns their codes. Nothing of the job is left then."""

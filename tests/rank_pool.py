@@ -94,11 +94,12 @@ class RankPool:
         module = sys.modules[function.__module__]
         cloudpickle.register_pickle_by_value(module)
         try:
-            messages = [cloudpickle.dumps((function, arguments)) for arguments in args]
+            # once for ranks with the same arguments: it takes longer than many a test
+            pickled = {id(arguments): cloudpickle.dumps((function, arguments)) for arguments in args}
         finally:
             cloudpickle.unregister_pickle_by_value(module)
-        for channel, message in zip(self._channels, messages, strict=True):
-            channel.send_bytes(message)
+        for channel, arguments in zip(self._channels, args, strict=True):
+            channel.send_bytes(pickled[id(arguments)])
         results = self._collect(deadline_s, lost)
         if lost:
             self.close()

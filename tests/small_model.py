@@ -39,6 +39,11 @@ def make_batch(rank: int, step: int = 0) -> torch.Tensor:
     return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64)
 
 
+def batches(rank: int, size: int, epoch: int) -> int:
+    """Of uneven data: each rank has another number, in another order in each epoch; one has none."""
+    return (rank + epoch) % size * 2
+
+
 def make_loss(model: torch.nn.Module, rank: int, step: int = 0) -> torch.Tensor:
     return model(make_batch(rank, step)).square().mean()
 
@@ -148,25 +153,48 @@ def backward_averages(model: torch.nn.Module, step: int = 0) -> None:
     assert_close(gradients_of(model), wanted)
 
 
+def assert_averaged(model: torch.nn.Module, wanted: list[torch.Tensor]) -> None:
+    """Gradients are ``mean_gradients``; frozen parameters have none."""
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        assert_close([parameter.grad], [gradient if parameter.requires_grad else None])
+
+
 def train(model: torch.nn.Module, optimizer: Any, step: int) -> None:
     """One step, compared with the gradients of one process that has the batches of all ranks."""
     wanted = mean_gradients(model, hvd.size(), step)
     take_step(model, optimizer, step)
-    assert_close(gradients_of(model), wanted)
+    assert_averaged(model, wanted)
     optimizer.zero_grad()
 
 
-class FailingSgd(torch.optim.Optimizer):
+class OwnOptimizer(torch.optim.Optimizer):
+    """Of a script; its ``step`` steps by ``move``."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def trained(self) -> list[torch.Tensor]:
+        """Parameters that have a gradient."""
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    @torch.no_grad()
+    def move(self, rate: float) -> None:
+        """As SGD does."""
+        for parameter in self.trained():
+            parameter.sub_(rate * parameter.grad)
+
+
+class FailingSgd(OwnOptimizer):
     """SGD that raises once, when it has moved the first parameter."""
 
     def __init__(self, parameters: Any, at: int) -> None:
-        super().__init__(parameters, {"lr": 0.1})
+        super().__init__(parameters)
         self.calls, self.at = 0, at
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.calls += 1
-        with torch.no_grad():
-            for number, parameter in enumerate(self.param_groups[0]["params"]):
-                if number == 1 and self.calls == self.at:
-                    raise RuntimeError("in the middle of a step")
-                parameter.sub_(0.1 * parameter.grad)
+        for number, parameter in enumerate(self.trained()):
+            if number == 1 and self.calls == self.at:
+                raise RuntimeError("in the middle of a step")
+            parameter.sub_(0.1 * parameter.grad)

@@ -106,6 +106,7 @@ if TYPE_CHECKING:
         parameter: Any
         pending: Any
         held: Any
+        held_at: Any
         again: Any
         group: Any
         summed: Any

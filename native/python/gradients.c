@@ -10,7 +10,7 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *parameter, *pending, *held, *again, *group, *summed, *ready;
+    PyObject *parameter, *pending, *held, *held_at, *again, *group, *summed, *ready;
     long long weight;
     int64_t handle;
     char shares, was_unused;
@@ -55,13 +55,14 @@ static int is_shared(PyObject *grad) {
 /* Notes a gradient as it is now; whether it went well. */
 static int hold(Gradient *gradient, PyObject *grad) {
     PyObject *version = PyObject_GetAttr(grad, gradient_names.version);
-    PyObject *held = version == NULL ? NULL : PyTuple_Pack(2, grad, version), *before = gradient->held;
-    Py_XDECREF(version);
-    if (held == NULL) {
+    if (version == NULL) {
         return 0;
     }
-    gradient->held = held;
+    PyObject *before = gradient->held, *before_at = gradient->held_at;
+    gradient->held = Py_NewRef(grad);
+    gradient->held_at = version;
     Py_XDECREF(before);
+    Py_XDECREF(before_at);
     return 1;
 }
 
@@ -71,7 +72,7 @@ static int is_to_hold(Gradient *gradient, Ready *ready) {
     if (PyErr_Occurred()) {
         return -1;
     }
-    if (run == ready->run && is_none(gradient->held) && is_none(gradient->summed) && is_none(gradient->group)) {
+    if (run == ready->run && is_none(gradient->held_at) && is_none(gradient->summed) && is_none(gradient->group)) {
         return ready->overlaps;
     }
     PyObject *answer =
@@ -122,8 +123,8 @@ static PyObject *gradient_bind(PyObject *self, PyObject *ready) {
 /* Sets a gradient in the request that is kept for it, a new reference; None: it cannot be; NULL: an exception. */
 static PyObject *take_gradient(Gradient *gradient, int sync) {
     PyObject *slot = Py_XNewRef(PyList_GetItem(gradient->again, sync)); /* modes of torch run code of Python below */
-    PyObject *grad = is_none(gradient->held) ? PyObject_GetAttr(gradient->parameter, gradient_names.grad)
-                                             : Py_XNewRef(PyTuple_GetItem(gradient->held, 0));
+    PyObject *grad = is_none(gradient->held_at) ? PyObject_GetAttr(gradient->parameter, gradient_names.grad)
+                                                : Py_XNewRef(gradient->held);
     if (is_none(slot) || is_none(grad)) {
         PyObject *answer = slot == NULL || grad == NULL ? NULL : Py_NewRef(Py_None);
         Py_XDECREF(slot);
@@ -133,7 +134,7 @@ static PyObject *take_gradient(Gradient *gradient, int sync) {
     PyObject *taken = hr_set_tensor((Slot *)slot, grad, 1, Py_None);
     if (taken != NULL && taken != Py_None) {
         gradient->was_unused = 0;
-        if (is_none(gradient->held) && !hold(gradient, grad)) {
+        if (is_none(gradient->held_at) && !hold(gradient, grad)) {
             Py_CLEAR(taken);
         }
     }
@@ -247,17 +248,17 @@ PyObject *hr_finish_each(PyObject *self, PyObject *const *given, Py_ssize_t Py_U
 
 /* Whether a gradient is another one, or was not changed so many times; -1: an exception. */
 static int is_changed(Gradient *gradient, long long times) {
-    PyObject *held = is_none(gradient->held) ? NULL : Py_NewRef(gradient->held);
+    PyObject *version_held = Py_XNewRef(gradient->held_at);
     PyObject *grad = PyObject_GetAttr(gradient->parameter, gradient_names.grad);
-    int is_so = grad == NULL ? -1 : held == NULL || grad == Py_None || grad != PyTuple_GetItem(held, 0);
+    int is_so = grad == NULL ? -1 : is_none(version_held) || grad == Py_None || grad != gradient->held;
     if (is_so == 0) {
         long long version = number_in(PyObject_GetAttr(grad, gradient_names.version));
         PyObject *before = PyErr_Occurred() ? NULL : PyLong_FromLongLong(version - times);
-        is_so = before == NULL ? -1 : PyObject_RichCompareBool(PyTuple_GetItem(held, 1), before, Py_NE);
+        is_so = before == NULL ? -1 : PyObject_RichCompareBool(version_held, before, Py_NE);
         Py_XDECREF(before);
     }
     Py_XDECREF(grad);
-    Py_XDECREF(held);
+    Py_XDECREF(version_held);
     return is_so;
 }
 
@@ -322,6 +323,7 @@ static int gradient_traverse(PyObject *self, visitproc visit, void *arg) {
     Py_VISIT(gradient->parameter);
     Py_VISIT(gradient->pending);
     Py_VISIT(gradient->held);
+    Py_VISIT(gradient->held_at);
     Py_VISIT(gradient->again);
     Py_VISIT(gradient->group);
     Py_VISIT(gradient->summed);
@@ -334,6 +336,7 @@ static int gradient_clear(PyObject *self) {
     Py_CLEAR(gradient->parameter);
     Py_CLEAR(gradient->pending);
     Py_CLEAR(gradient->held);
+    Py_CLEAR(gradient->held_at);
     Py_CLEAR(gradient->again);
     Py_CLEAR(gradient->group);
     Py_CLEAR(gradient->summed);
@@ -371,6 +374,7 @@ static PyMemberDef gradient_members[] = {
     {"parameter", T_OBJECT, offsetof(Gradient, parameter), 0, NULL},
     {"pending", T_OBJECT, offsetof(Gradient, pending), 0, NULL},
     {"held", T_OBJECT, offsetof(Gradient, held), 0, NULL},
+    {"held_at", T_OBJECT, offsetof(Gradient, held_at), 0, NULL},
     {"again", T_OBJECT, offsetof(Gradient, again), 0, NULL},
     {"group", T_OBJECT, offsetof(Gradient, group), 0, NULL},
     {"summed", T_OBJECT, offsetof(Gradient, summed), 0, NULL},

@@ -2,7 +2,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "arena/arena.h"
 #include "base/traits.h"
@@ -80,13 +79,7 @@ static int create_parts(struct horo_context *context, const horo_setup *setup, s
         hr_team_destroy(world);
         return status;
     }
-    struct hr_backend *backend = hr_host_backend_create(world);
-    if (backend == NULL) {
-        status = hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a context");
-        hr_team_destroy(world);
-    } else {
-        status = hr_engine_init(&context->engine, world, backend, setup, error);
-    }
+    status = hr_engine_init(&context->engine, world, setup, error);
     if (status != HORO_OK) {
         hr_node_fini(&context->node);
     }
@@ -141,9 +134,7 @@ HORO_API uint64_t horo_count_of(horo_context *context, int32_t op) {
 }
 
 HORO_API void horo_after_fork(horo_context *context) {
-    hr_engine_close_links(&context->engine);
-    hr_node_close_fds(&context->node);
-    hr_drive_close_fd(&context->engine.drive);
+    hr_engine_close_fds(&context->engine);
 }
 
 /* HORO_OK in the process that made the context; else a status, with its sentence in `error`, which may be NULL. */
@@ -180,51 +171,11 @@ HORO_API int horo_submit(horo_context *context, const horo_request *request, int
     return leave(hr_engine_submit(&context->engine, request, handle, &failure), &failure, error, error_bytes);
 }
 
-/* This rank's part in a team, with its links, and what does its collectives. */
-static int create_team(horo_context *context, const horo_team_setup *setup, struct hr_team **team,
-                       struct hr_backend **backend, struct hr_error *error) {
-    struct hr_team *created = calloc(1, sizeof *created);
-    if (created == NULL) {
-        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a team of %d ranks", setup->size);
-    }
-    int status = hr_team_init_some(created, context->engine.lanes[0]->team, setup->ranks, setup->size, error);
-    if (status == HORO_OK && created->host_count > 1) {
-        status = hr_node_connect_team(&context->node, created, setup->control_fds, setup->data_fds, error);
-    }
-    *backend = status == HORO_OK ? hr_host_backend_create(created) : NULL;
-    if (status == HORO_OK && *backend == NULL) {
-        status = hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a team of %d ranks", setup->size);
-    }
-    if (status != HORO_OK) {
-        hr_team_destroy(created);
-        return status;
-    }
-    *team = created;
-    return HORO_OK;
-}
-
-static int add_team(horo_context *context, const horo_team_setup *setup, int64_t *handle, struct hr_error *error) {
-    struct hr_team *team = NULL;
-    struct hr_backend *backend = NULL;
-    HR_TRY(hr_sets_check(&context->engine, setup->ranks, setup->size, error));
-    for (int i = 0; i < setup->size; i++) {
-        if (setup->ranks[i] == context->node.rank) {
-            HR_TRY(create_team(context, setup, &team, &backend, error));
-        }
-    }
-    const int has_links = team != NULL && team->transport != NULL;
-    const int host_count = has_links ? team->host_count : 0;
-    HR_TRY(hr_sets_add(&context->engine, setup->ranks, setup->size, team, backend, handle, error));
-    /* the transport has its own */
-    hr_node_close_links(&context->node, host_count, setup->control_fds, setup->data_fds);
-    return HORO_OK;
-}
-
 HORO_API int horo_add_team(horo_context *context, const horo_team_setup *setup, int64_t *handle, char *error,
                            size_t error_bytes) {
     struct hr_error failure = {0};
     HR_TRY(enter(context, error, error_bytes));
-    return leave(add_team(context, setup, handle, &failure), &failure, error, error_bytes);
+    return leave(hr_sets_add(&context->engine, setup, handle, &failure), &failure, error, error_bytes);
 }
 
 HORO_API int horo_remove_team(horo_context *context, int32_t team, int64_t *handle, char *error, size_t error_bytes) {
@@ -440,7 +391,7 @@ HORO_API void horo_read_counters(horo_context *context, horo_counters *counters)
         .tensors = atomic_load(&node->counts.tensors),
         .bytes = atomic_load(&node->counts.bytes),
         .messages_sent = atomic_load(&node->counts.messages_sent),
-        .link_bytes = hr_engine_link_bytes(&context->engine),
+        .link_bytes = atomic_load(&node->counts.link_bytes),
         .sleeps = atomic_load(&node->sleeps),
         .wakes = atomic_load(&node->wakes),
         .moves = atomic_load(&node->core_choice.moves),

@@ -43,13 +43,6 @@ def test_ranks_start_without_munge(slurm: Slurm, tmp_path: Path, variable: str) 
     assert written(tmp_path) == expected("ab", slurm.cluster)
 
 
-def test_srun_with_mpi(slurm: Slurm, mpi: Mpi, tmp_path: Path) -> None:
-    command = ["srun", f"--mpi={mpi.under_srun}", *LAYOUTS["abaa"], *PLACE, str(tmp_path)]
-    done = slurm.run(*command, environment=mpi.environment)
-    assert done.returncode == 0, done.stderr
-    assert written(tmp_path) == expected("abaa", slurm.cluster, mpi.library)
-
-
 def test_a_process_alone_in_a_batch_job_of_several_tasks_is_told_what_to_type(slurm: Slurm, tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
     script.write_text(f"#!/bin/sh\n{' '.join(PLACE)} {tmp_path}\n")

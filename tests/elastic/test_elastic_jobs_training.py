@@ -6,11 +6,9 @@ import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from elastic_training import EPOCHS, SAMPLES
 from jobs import TORCH_S, Hororun, marked_processes
 
@@ -19,13 +17,6 @@ import horo
 TRAINING = str(Path(__file__).with_name("elastic_training.py"))
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "elastic.py")
 PATIENCE_S = 4 * TORCH_S
-
-
-@pytest.fixture
-def hororun() -> Iterator[Hororun]:
-    started = Hororun()
-    yield started
-    started.clean_up()
 
 
 def test_the_example_goes_on_when_a_rank_is_killed(hororun: Hororun, tmp_path: Path) -> None:
@@ -55,25 +46,42 @@ def test_the_example_goes_on_when_a_rank_is_killed(hororun: Hororun, tmp_path: P
     assert "steps lost" in done.stderr
 
 
+STEPS = """
+import sys, time
+import horo.torch as hvd
+
+hvd.init()
+
+@hvd.elastic.run
+def train(state):
+    end = state.step + int(sys.argv[1])
+    while state.step < end:
+        if hvd.rank() == 0:
+            print("step", state.step, flush=True)
+        state.step += 1
+        state.commit()
+        time.sleep(0.01)
+
+train(hvd.elastic.TorchState(step=0))
+"""
+
+
 def test_sigterm_ends_a_job_at_its_next_commit_and_a_later_one_goes_on(hororun: Hororun, tmp_path: Path) -> None:
-    words = ("-np", "2", "--min-np", "1", "--elastic-dir", str(tmp_path / "kept"), "--grace-seconds", "60", EXAMPLE)
-    job = hororun.start(*words, "--epochs", "40")
+    script = tmp_path / "train.py"
+    script.write_text(STEPS)
+    kept = ("--elastic-dir", str(tmp_path / "kept"), "--grace-seconds", "60", "--no-prefix")
+    words = ("-np", "2", "--min-np", "1", *kept, str(script))
+    job = hororun.start(*words, "1000000")
     stdout = job.process.stdout
-    assert stdout is not None
-    while "epoch  1/40" not in (line := stdout.readline().decode()):
-        assert line, "the job has ended before its first epoch"
+    assert stdout is not None and stdout.readline() == b"step 0\n"
     job.process.send_signal(signal.SIGTERM)
-    printed = line + stdout.read().decode()
+    last = int(stdout.read().split()[-1])
     done = job.finish(PATIENCE_S)
     assert done.returncode == 0, done.stderr
-    assert "epoch 40/40" not in printed
     assert "the job has to end within 30 s" in done.stderr
     assert "a job with the same --elastic-dir goes on from it" in done.stderr
-    last = 2 + printed.count("epoch")  # behind the one that the job may have ended without a line
-    done = hororun.start(*words, "--epochs", str(last)).finish(PATIENCE_S)
-    assert done.returncode == 0, done.stderr
-    assert f"epoch {last:2d}/{last}" in done.stdout
-    assert f"epoch  1/{last}" not in done.stdout
+    done = hororun.start(*words, "3").finish(PATIENCE_S)
+    assert (done.returncode, done.stdout.split()[1::2]) == (0, [str(last + step) for step in (1, 2, 3)]), done.stderr
 
 
 def test_a_job_whose_ranks_all_die_goes_on_from_its_last_commit(hororun: Hororun, tmp_path: Path) -> None:

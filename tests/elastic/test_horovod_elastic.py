@@ -8,23 +8,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from jobs import TORCH_S, Hororun
 
 SCRIPT = str(Path(__file__).with_name("horovod_training.py"))
 PATIENCE_S = 8 * TORCH_S
 ONE, OTHER, TWO = "localhost:1", "127.0.0.1:1", "localhost:2"
-
-
-@pytest.fixture
-def hororun() -> Iterator[Hororun]:
-    started = Hororun()
-    yield started
-    started.clean_up()
 
 
 class Job:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 _DEADLINE_S = 100.0
+_TESTS = str(Path(__file__).resolve().parent.parent)
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,10 @@ class MpiJobs:
         path.write_text(textwrap.dedent(script), encoding="utf-8")
         # Unbuffered, a line and its end are two writes, and mpirun may put the words of another rank between them.
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-        own = {"OMP_NUM_THREADS": "1", "HORO_START_TIMEOUT": "60", "TMPDIR": str(self.folder), **(environ or {})}
+        own = {
+            "OMP_NUM_THREADS": "1", "HORO_START_TIMEOUT": "60", "TMPDIR": str(self.folder),
+            "PYTHONPATH": os.pathsep.join(filter(None, [_TESTS, os.environ.get("PYTHONPATH")])), **(environ or {}),
+        }  # fmt: skip
         process = subprocess.Popen(
             [*launcher, sys.executable, str(path), *arguments],
             env={**inherited, **own},

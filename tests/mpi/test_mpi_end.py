@@ -9,16 +9,18 @@ SCRIPT = """
 import os, signal, sys, threading, time
 if os.environ.get("HORO_TRANSPORT") == "mpi":
     os.environ["HORO_HOST_ID"] = "host " + os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK"))
-import torch, horo.torch as hvd
-hvd.init()
-hvd.allreduce(torch.ones(100_000), name="x")
+from horo.errors import HorovodInternalError, StalledError
+from plain_rank import Rank
+rank = Rank()
+number, size = rank.start()
+rank.allreduce("x", 100_000)
 mode = sys.argv[1]
 if mode == "stop":
-    hvd.barrier()
+    rank.allreduce("last")
     sys.exit(75)
-if hvd.rank() == 1:
+if number == 1:
     if mode == "thread":
-        thread = threading.Thread(target=lambda: hvd.allreduce(torch.ones(4), name="x") / 0 / None)
+        thread = threading.Thread(target=lambda: rank.allreduce("x") / 0)
         thread.start()
         thread.join()
     if mode == "kill":
@@ -28,28 +30,28 @@ if hvd.rank() == 1:
     if mode == "exit":
         sys.exit(7)
 elif mode == "thread":
-    hvd.allreduce(torch.ones(4), name="x")
+    rank.allreduce("x")
 if mode == "raise during MPI":
     from mpi4py import MPI
     MPI.COMM_WORLD.Barrier()
 if mode == "lost and caught":
-    if hvd.rank() == 1:
+    if number == 1:
         os._exit(0)
     try:
-        hvd.allreduce(torch.ones(4), name="y")
-    except hvd.HorovodInternalError:
-        hvd.shutdown()
+        rank.allreduce("y")
+    except HorovodInternalError:
+        rank.close()
         print("caught", flush=True)
         sys.exit(0)
 if mode == "stalled":
-    from horo.torch.engine import runtime
-    while hvd.rank() == 1 and runtime.current().core.health() is None:
+    while number == 1 and rank.job.context.health() is None:
         time.sleep(0.01)
     try:
-        hvd.allreduce(torch.ones(4), name="y")
-    except hvd.StalledError:
-        hvd.init()
-hvd.allreduce(torch.ones(4), name="y")
+        rank.allreduce("y")
+    except StalledError:
+        rank.close()
+        rank.start()
+rank.allreduce("y")
 print("done", flush=True)
 """
 

@@ -1,41 +1,33 @@
 """The start of ranks under a real mpirun: their numbers, sub-jobs, threads, and what a wrong setting says."""
 
-import os
-from pathlib import Path
-
 import pytest
 from doubles import CUDA, build_double
 from mpi_jobs import MpiJobs, why_not
 
 pytestmark = [pytest.mark.skipif(why_not() is not None, reason=str(why_not())), pytest.mark.timeout(150)]
-TESTS = Path(__file__).resolve().parent.parent
-
 
 HEAD = """
 import os, sys
-from horo.bootstrap.job import start
-from horo.core.context import RequestBuffer
+from plain_rank import Rank
 
 def say(*words):
     sys.stdout.write(" ".join(map(str, words)) + "\\n")
     sys.stdout.flush()
 
-def barrier(job):
-    handle = job.context.submit(RequestBuffer.of(3, "barrier"))
-    job.context.wait(handle)
-    job.context.release(handle)
+def start(comm=None):
+    rank = Rank()
+    rank.start(comm)
+    rank.allreduce("first")
+    return rank
 """
 
 
 def test_rank_and_size_are_mpis_as_often_as_the_job_starts(mpi_jobs: MpiJobs) -> None:
-    ended = mpi_jobs.run(
-        3,
-        HEAD
-        + """
+    script = """
 import psutil
 for again in range(3):
-    job = start()
-    barrier(job)
+    rank = start()
+    job = rank.job
     listening = [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
     names = [thread.name for thread in __import__("threading").enumerate() if thread.name.startswith("horo")]
     assert sorted(names) == ["horo log"]  # which listen to nobody
@@ -43,39 +35,25 @@ for again in range(3):
     assert (job.rank, job.size) == (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
     own = [c for c in listening if "horo" in str(c)]
     say(job.rank, job.size, job.local_rank, job.local_size, len(own), os.environ.get("HOROVOD_RANK"))
-    job.close()
-""",
-    )
+    rank.close()
+"""
+    ended = mpi_jobs.run(3, HEAD + script)
     assert ended.code == 0, ended.errors
     assert ended.lines == [f"{rank} 3 {rank} 3 0 None" for rank in range(3) for _ in range(3)]
 
 
-def test_a_script_that_uses_mpi4py_too_works(mpi_jobs: MpiJobs) -> None:
-    ended = mpi_jobs.run(
-        2,
-        """
+def test_a_script_may_use_mpi_too_and_finalize_it_itself(mpi_jobs: MpiJobs) -> None:
+    script = """
+        import os
         from mpi4py import MPI
-        import torch
-        import horo.torch as hvd
+        os.environ["HORO_HOST_ID"] = str(MPI.COMM_WORLD.rank)
+        import torch, horo.torch as hvd
         total = MPI.COMM_WORLD.allreduce(1)
         hvd.init()
-        handle = hvd.allreduce_async(torch.ones(3), op=hvd.Sum, name="x")
+        handle = hvd.allreduce_async(torch.ones(1000), op=hvd.Sum, name="x")
         total += MPI.COMM_WORLD.allreduce(1)
-        print(hvd.synchronize(handle).tolist(), total, hvd.mpi_enabled(), hvd.mpi_built(), hvd.mpi_threads_supported())
-        """,
-    )
-    assert ended.code == 0, ended.errors
-    assert ended.lines == ["[2.0, 2.0, 2.0] 4 True True True"] * 2
-
-
-def test_a_script_may_finalize_mpi_itself(mpi_jobs: MpiJobs) -> None:
-    script = """
-        import os, sys
-        os.environ["HORO_HOST_ID"] = str(__import__("mpi4py.MPI").MPI.COMM_WORLD.rank)
-        from mpi4py import MPI
-        import torch, horo.torch as hvd
-        hvd.init()
-        print(hvd.allreduce(torch.ones(1000), op=hvd.Sum, name="x").sum().item())
+        total += hvd.synchronize(handle).sum().item()
+        print(total, hvd.mpi_enabled(), hvd.mpi_built(), hvd.mpi_threads_supported())
         MPI.Finalize()
         try:
             hvd.allreduce(torch.ones(2), name="y")
@@ -84,33 +62,27 @@ def test_a_script_may_finalize_mpi_itself(mpi_jobs: MpiJobs) -> None:
         """
     ended = mpi_jobs.run(2, script)
     assert ended.code == 0, ended.errors
-    assert ended.lines == ["2000.0"] * 2 + ["NotInitializedError"] * 2
+    assert ended.lines == ["2004.0 True True True"] * 2 + ["NotInitializedError"] * 2
 
 
 def test_parts_of_the_world_are_jobs_of_their_own(mpi_jobs: MpiJobs) -> None:
-    ended = mpi_jobs.run(
-        4,
-        HEAD
-        + """
+    script = """
 from mpi4py import MPI
 world = MPI.COMM_WORLD
 half = world.Split(world.rank % 2, -world.rank)
 for again in range(2):
-    job = start(comm=half)
-    barrier(job)
-    say("half", world.rank, job.rank, job.size)
-    job.close()
-chosen = [3, 0] if world.rank in {0, 3} else [1, 2]
-job = start(comm=chosen)
-barrier(job)
-say("list", world.rank, job.rank, job.size)
-job.close()
+    rank = start(half)
+    say("half", world.rank, rank.job.rank, rank.job.size)
+    rank.close()
+rank = start([3, 0] if world.rank in {0, 3} else [1, 2])
+say("list", world.rank, rank.job.rank, rank.job.size)
+rank.close()
 try:
-    start(comm=[rank for rank in range(4) if rank != world.rank])
+    start([rank for rank in range(4) if rank != world.rank])
 except ValueError as error:
     say("told", str(error).split(": ")[1])
-""",
-    )
+"""
+    ended = mpi_jobs.run(4, HEAD + script)
     assert ended.code == 0, ended.errors
     halves = [f"half {rank} {1 - rank // 2} 2" for rank in range(4) for _ in range(2)]
     lists = ["list 0 1 2", "list 1 0 2", "list 2 1 2", "list 3 0 2"]
@@ -134,11 +106,11 @@ def watched(*arguments, **named):
     data_links.append(sum(link >= 0 for link in named["data"]))
     return build(*arguments, **named)
 job_module.setup_of = watched
-import torch, horo.torch as hvd
-from horo.torch.engine import runtime
-hvd.init()
-total = hvd.allreduce(torch.ones(100_000), op=hvd.Sum, name="x").sum().item()
-print(rank, hvd.local_rank(), hvd.cross_rank(), hvd.cross_size(), total, data_links[0])
+from plain_rank import Rank
+own = Rank()
+own.start()
+job, sums = own.job, own.allreduce("x", 100_000)
+print(rank, job.local_rank, job.cross_rank, job.cross_size, *sums, data_links[0])
 """
 
 
@@ -149,7 +121,7 @@ def test_data_between_hosts_travels_by_mpi_or_tcp(mpi_jobs: MpiJobs, level: str,
     places = [(0, 0, 2), (0, 1, 2), (1, 0, 1)]
     sockets = 0 if (level, transport) == ("multiple", "auto") else 1
     assert ended.lines == [
-        f"{rank} {local} {cross} {across} 300000.0 {sockets if rank < 2 else 0}"
+        f"{rank} {local} {cross} {across} 6.0 6.0 {sockets if rank < 2 else 0}"
         for rank, (local, cross, across) in enumerate(places)
     ]
     warned = "data between hosts travels by TCP, not by" in ended.errors
@@ -181,9 +153,9 @@ def test_a_library_that_is_not_there_is_named(mpi_jobs: MpiJobs) -> None:
 def test_a_rank_that_does_not_come_is_told_in_time(mpi_jobs: MpiJobs) -> None:
     script = """
         from mpi4py import MPI
-        import horo.torch as hvd
+        from horo.bootstrap.job import start
         if MPI.COMM_WORLD.rank == 0:
-            hvd.init()
+            start()
         else:
             MPI.COMM_WORLD.recv(source=0, tag=7)
         """
@@ -218,24 +190,19 @@ def test_forked_workers_under_mpi_neither_hang_nor_disturb(mpi_jobs: MpiJobs) ->
 
 
 def test_ranks_that_wait_for_one_another_are_told(mpi_jobs: MpiJobs) -> None:
-    ended = mpi_jobs.run(
-        3,
-        HEAD
-        + """
+    script = """
 from horo.errors import DeadlockError
 from mpi4py import MPI
 os.environ["HORO_HOST_ID"] = str(MPI.COMM_WORLD.rank)
-job = start()
-barrier(job)
+rank = start()
 try:
-    handle = job.context.submit(RequestBuffer.of(3, "own" if job.rank == 1 else "other"))
-    job.context.wait(handle)
+    rank.allreduce("own" if rank.job.rank == 1 else "other")
 except DeadlockError as error:
     say(str(error).partition(" (")[0])
-job.close()
-""",
-        environ={"HORO_TRANSPORT": "mpi", "HORO_DEADLOCK_TIME_SECONDS": "0.8"},
-    )
+rank.close()
+"""
+    environ = {"HORO_TRANSPORT": "mpi", "HORO_DEADLOCK_TIME_SECONDS": "0.8"}
+    ended = mpi_jobs.run(3, HEAD + script, environ=environ)
     assert ended.lines == ["ranks 0, 2 wait for 'other'"] * 3, ended.errors
 
 
@@ -257,10 +224,6 @@ hvd.shutdown()
 def test_tensors_on_gpus_are_staged_on_their_way_by_mpi(mpi_jobs: MpiJobs) -> None:
     """It says what Horovod says of a CUDA-aware MPI."""
     double = build_double(CUDA, mpi_jobs.folder / "double", DELAYS=20)
-    environ = {
-        "HORO_TRANSPORT": "mpi",
-        "HOROVOD_GPU_OPERATIONS": "MPI",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])),
-    }
+    environ = {"HORO_TRANSPORT": "mpi", "HOROVOD_GPU_OPERATIONS": "MPI"}
     ended = mpi_jobs.run(2, GPU_SCRIPT, str(double), environ=environ)
     assert (ended.code, ended.lines) == (0, ["mpi done"] * 2), ended.errors

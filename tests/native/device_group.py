@@ -193,11 +193,11 @@ class OnGpu:
         self.rank, self.gpu, self.context, self.device = rank, gpu, rank.context, device
         self.stream = 0 if default_stream else gpu.stream()
 
-    def add_team(self, members: Sequence[int], **links: Any) -> int:
+    def add_team(self, members: Sequence[int]) -> int:
         """Adds a process set, as all ranks do."""
         if self.connector is not None:
             self.connector.connect_set(members, partial(exchange_bytes, self.context, "nccl"))
-        return self.context.add_team(members, **links)
+        return self.rank.add_team(members)
 
     def submit(self, op: str, name: str, array: np.ndarray, output: np.ndarray | None = None, **options: Any) -> Any:
         """Starts it; returns the handle, and where the values and the result are on the device."""

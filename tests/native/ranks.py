@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +32,8 @@ from horo.core.memory import arena_bytes
 from horo.core.setup import Setup
 
 T = TypeVar("T")
+Written = Callable[[], str]
+"""What has gone to file descriptor 2 so far."""
 
 _DESCRIPTORS = Path("/proc/self/fd")
 _left_behind: list[Any] = []
@@ -119,6 +121,9 @@ def rows_of(rows: int, size: int, place: int) -> slice:
 class Rank:
     """One rank with numpy arrays instead of torch tensors."""
 
+    group: Group
+    """Of ``Group.run``."""
+
     def __init__(self, context: Context, links: Links | None = None) -> None:
         self.context, self._links = context, links
         self.rank = context.rank
@@ -165,6 +170,22 @@ class Rank:
                 if self.context.poll(handle):
                     self.context.release(handle)
                     self._kept.pop(handle, None)
+
+    def mark(self, name: object) -> None:
+        """Lets ranks of the group go on that wait for this mark, without a call of the core."""
+        self.group.mark(name).set()
+
+    def await_mark(self, *names: object, timeout_s: float = 60) -> None:
+        for name in names:
+            assert self.group.mark(name).wait(timeout_s), f"no rank has come to {name!r}"
+
+    def meet(self) -> None:
+        """Waits until all ranks of the group are here, without a call of the core."""
+        self.group.together.wait(60)
+
+    def is_common(self, name: object, value: object) -> bool:
+        """Whether the value of this name is equal on all ranks of the group that have come here so far."""
+        return bool(self.group.values.setdefault(name, value) == value)
 
     def add_team(self, ranks: Sequence[int]) -> int:
         """With links where its members are on several hosts."""
@@ -232,6 +253,9 @@ class Group:
         self._gone = [threading.Event() for _ in setups]
         self._hosts = [setup.host_of_rank[setup.rank] for setup in setups]
         self.links = Links(self._hosts, options.get("sockets_per_peer", 1))
+        self._marks: dict[object, threading.Event] = {}
+        self.values: dict[object, object] = {}
+        self.together = threading.Barrier(len(setups))
         self.contexts: list[Context] = []
         self._ends: list[list[socket.socket]] = []
         self._control: list[list[socket.socket]] = []
@@ -261,6 +285,14 @@ class Group:
         """Where all ranks of a host see its arena."""
         return int(np.frombuffer(self._mappings[host], np.uint8).ctypes.data)
 
+    def mark(self, name: object) -> threading.Event:
+        return self._marks.setdefault(name, threading.Event())
+
+    def rank(self, number: int) -> Rank:
+        made = Rank(self.contexts[number], self.links)
+        made.group = self
+        return made
+
     def run(self, function: Callable[[Rank], T], timeout_s: float = 150, ranks: Sequence[int] | None = None) -> list[T]:
         """Runs the function on every rank at once; the first exception is raised, a hang prints all stacks."""
         chosen = range(len(self.contexts)) if ranks is None else ranks
@@ -269,9 +301,12 @@ class Group:
 
         def body(rank: int) -> None:
             try:
-                results[rank] = function(Rank(self.contexts[rank], self.links))
+                results[rank] = function(self.rank(rank))
             except BaseException as error:
                 errors.append(error)
+                self.together.abort()
+                for mark in [*self._marks.values()]:  # nobody waits for this rank any more
+                    mark.set()
 
         threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in chosen]
         if not _run_all(threads, timeout_s):
@@ -381,22 +416,31 @@ def run_ranks(function: Callable[[Rank], T], hosts: Sequence[int] = (2,), **opti
         return group.run(function)
 
 
-def on_ranks(*given: str | Sequence[int], **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_ranks(
+    *given: str | Sequence[int], times: int = 1, within_s: float = 150, **options: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a test of what every rank of a group runs, with ``options`` of ``make_setups``.
 
     ``given``: layouts, with each of which the test runs; or names of its parameters that go to ``make_setups``, among
-    them ``hosts``. Neither: two ranks of one host.
+    them ``hosts``. Neither: two ranks of one host. Other parameters are those of the test, fixtures among them, but
+    ``written``, which is that of ``recorded_stderr``. ``times``: how often it runs, with a group of its own each time.
     """
     layouts = [each for each in given if not isinstance(each, str)]
     passed = [each for each in given if isinstance(each, str)]
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        own = [name for name in inspect.signature(body).parameters if name != "rank"]
+        own = [name for name in inspect.signature(body).parameters if name not in {"rank", "written"}]
+        is_recorded = "written" in inspect.signature(body).parameters
 
         def test(**values: Any) -> None:
             hosts = values.get("hosts", layouts[0] if layouts else (2,))
             more = {name: values[name] for name in passed if name != "hosts"}
-            run_ranks(lambda rank: body(rank, **{name: values[name] for name in own}), hosts, **options, **more)
+            for turn in range(times):
+                print("turn", turn)  # shown if it fails
+                with recorded_stderr() if is_recorded else nullcontext() as written:
+                    called = {name: values[name] for name in own} | ({"written": written} if is_recorded else {})
+                    with Group(hosts, **options, **more) as group:
+                        group.run(lambda rank, called=called: body(rank, **called), within_s)  # type: ignore[misc]
 
         names = dict.fromkeys([*own, *passed, *(["hosts"] if len(layouts) > 1 else [])])
         functools.update_wrapper(test, body)

@@ -32,7 +32,7 @@ log lone nccl nccl_failures ordered pairs parts recorder sanitize stalls stress 
 """
 # What else reads and writes memory, in one thread or as the random schedules do.
 _MEMORY = """
-adasum alltoall bits calls carry complex_products compression control cross device_libraries gather hostile_member
+adasum alltoall calls carry compression control cross device_libraries gather hostile_member
 kernel large_moves many_local nccl_teams refusal rooted transport_tcp tuning wire
 """
 FILES = {"thread": _RACES.split(), "address": [*_RACES.split(), *_MEMORY.split()]}

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, wait_for
+from ranks import Group, Rank, on_ranks, wait_for
 
 from horo.core.context import Context
 from horo.errors import AbortedError
@@ -51,25 +51,21 @@ def test_it_returns_at_once_while_other_threads_wait_in_all_ways(hosts: list[int
     assert min(abort_beside_waits(hosts) for _ in range(5)) < 0.5  # of a thread that a busy machine holds up once
 
 
-def test_many_aborts_beside_calls_of_other_threads() -> None:
+@on_ranks([2], times=10, log_level=5)
+def test_many_aborts_beside_calls_of_other_threads(rank: Rank) -> None:
     """In whatever a thread is, it gets the error or its result."""
 
-    def body(rank: Rank) -> None:
-        calls = [threading.Thread(target=call_on, args=(rank, i)) for i in range(3)]
-        for call in calls:
-            call.start()
-        if rank.rank == 0:
-            wait_for(lambda: rank.context.counters()["tensors"] > 5)
-            rank.context.abort(WORDS)
-        for call in calls:
-            call.join(30)
-            assert not call.is_alive()
-
-    def call_on(rank: Rank, number: int) -> None:
+    def call_on(number: int) -> None:
         with pytest.raises(AbortedError, match=r"has aborted the group|shutting down"):
             while True:
                 rank.run("allreduce", f"x{number}", [np.ones(100)], reduce_op=1)
 
-    for _ in range(10):
-        with Group([2], log_level=5) as group:
-            group.run(body)
+    calls = [threading.Thread(target=call_on, args=(number,)) for number in range(3)]
+    for call in calls:
+        call.start()
+    if rank.rank == 0:
+        wait_for(lambda: rank.context.counters()["tensors"] > 5)
+        rank.context.abort(WORDS)
+    for call in calls:
+        call.join(30)
+        assert not call.is_alive()

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, on_ranks, recorded_stderr, run_ranks, wait_for
+from ranks import Group, Rank, Written, on_ranks, wait_for
 
 from horo.core import context
 from horo.errors import MismatchError
@@ -92,22 +92,18 @@ def test_teams_that_differ_read_as_different(rank: Rank) -> None:
             rank.context.add_team([*(other if rank.rank == 1 else one)])
 
 
-@pytest.mark.parametrize("hosts", [[2], [1, 2]], ids=str)
-def test_rows_that_no_message_can_hold_fail_for_all_ranks(hosts: list[int]) -> None:
+@on_ranks([2], [1, 2])
+def test_rows_that_no_message_can_hold_fail_for_all_ranks(rank: Rank) -> None:
     """A leader that cannot pass them on says so instead."""
-    count, size = 127_000, sum(hosts)
+    count = 127_000
     tensor = context.Tensor(64, 64, (2**61, 0, *[1] * 62), context.DTYPES["float32"])
     request = context.RequestBuffer.of(context.OPS["allgather"], "g", [tensor] * count)
     text = f"allgather 'g': the first extents of its {count} tensors on [23] ranks take .* can travel as one request"
-
-    def body(rank: Rank) -> None:
-        handle = rank.context.submit(request)
-        with pytest.raises(Exception, match=text):
-            rank.context.wait(handle)
-        rank.context.release(handle)
-        assert rank.allreduce(np.ones(3)).tolist() == [size] * 3
-
-    run_ranks(body, hosts)
+    handle = rank.context.submit(request)
+    with pytest.raises(Exception, match=text):
+        rank.context.wait(handle)
+    rank.context.release(handle)
+    assert rank.allreduce(np.ones(3)).tolist() == [rank.size] * 3
 
 
 @on_ranks([3], [1, 1], cache_capacity=5000)
@@ -134,15 +130,11 @@ def test_a_name_that_waits_while_others_take_its_place_in_the_cache_is_announced
             assert (rank.allreduce(np.ones(3), "x") == 3).all()
 
 
-def test_a_rank_that_is_late_is_named_also_after_more_names_than_it_can_show() -> None:
+@on_ranks([3], stall_warning_ms=2000)
+def test_a_rank_that_is_late_is_named_also_after_more_names_than_it_can_show(rank: Rank, written: Written) -> None:
     """The leader is late itself and parked, so rank 1 must tell by what the others show."""
-
-    def body(rank: Rank) -> None:
-        handles = [rank.submit("barrier", f"n{i}", []) for i in range(6000)]
-        rank.finish(*handles)
-        if rank.rank == 0:
-            wait_for(lambda: "rank 0 (host0) has not submitted 'late'" in written())
-        rank.barrier("late")
-
-    with recorded_stderr() as written:
-        run_ranks(body, [3], stall_warning_ms=2000)
+    handles = [rank.submit("barrier", f"n{i}", []) for i in range(6000)]
+    rank.finish(*handles)
+    if rank.rank == 0:
+        wait_for(lambda: "rank 0 (host0) has not submitted 'late'" in written())
+    rank.barrier("late")

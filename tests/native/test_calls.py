@@ -52,7 +52,7 @@ class Bucket(Ready):
         self.states, self.room, self.run, self.full = [], 2, 0, 0  # outside backward, the run is -1
 
     def admit(self, gradient: Gradient) -> bool:
-        return gradient.held is None
+        return gradient.held_at is None
 
     def submit(self) -> None:
         self.full += 1
@@ -96,7 +96,7 @@ def test_gradients_go_through_hooks_and_loops(rank: Rank) -> None:
         begun[1].parameter.grad = torch.zeros(2)
         assert changed(begun, bucket, 1) == [1]
         for gradient in gradients:
-            gradient.pending = gradient.held = None
+            gradient.pending = gradient.held = gradient.held_at = None
         bucket.states.clear()
         bucket.room = 2
     assert bucket.full == 6

@@ -1,6 +1,5 @@
 """Small allreduces between hosts whose data travels with the agreement: no link moves a byte, and no bit differs."""
 
-import threading
 from types import ModuleType
 from typing import Any
 
@@ -51,24 +50,19 @@ def test_what_is_too_large_travels_by_itself(rank: Rank) -> None:
     assert link_bytes(rank) > before
 
 
-@pytest.mark.parametrize("hosts", [[1, 1], [2, 1], [1, 1, 1]], ids=str)
 @pytest.mark.parametrize("busy", [0, 1])
-def test_data_that_only_some_carry_is_dropped(hosts: list[int], busy: int) -> None:
+@on_ranks([1, 1], [2, 1], [1, 1, 1])
+def test_data_that_only_some_carry_is_dropped(rank: Rank, hosts: list[int], busy: int) -> None:
     """One rank has another operation under way when it comes to the small one, in every second step."""
-    start = threading.Barrier(sum(hosts))
-
-    def body(rank: Rank) -> None:
-        warm_up(rank, "x", np.ones(5, np.float32))
-        for step in range(60):
-            start.wait(20)
-            array = np.full(5, rank.rank + step, np.float32)
-            other = np.full(3000, step, np.float32)
-            calls = [("other", other), ("x", array)][:: 1 if rank.rank == busy else -1] if step % 2 else [("x", array)]
-            rank.finish(*[rank.submit("allreduce", name, [value], reduce_op=SUM) for name, value in calls])
-            assert (array == rank.size * step + rank.size * (rank.size - 1) / 2).all()
-            assert (other == step * (rank.size if step % 2 else 1)).all()
-
-    run_ranks(body, hosts)
+    warm_up(rank, "x", np.ones(5, np.float32))
+    for step in range(60):
+        rank.meet()
+        array = np.full(5, rank.rank + step, np.float32)
+        other = np.full(3000, step, np.float32)
+        calls = [("other", other), ("x", array)][:: 1 if rank.rank == busy else -1] if step % 2 else [("x", array)]
+        rank.finish(*[rank.submit("allreduce", name, [value], reduce_op=SUM) for name, value in calls])
+        assert (array == rank.size * step + rank.size * (rank.size - 1) / 2).all()
+        assert (other == step * (rank.size if step % 2 else 1)).all()
 
 
 @pytest.mark.parametrize("differs", [0, 1])
@@ -110,47 +104,43 @@ COUNT = 300
 SCALED = {"prescale": 0.3, "postscale": 0.7}
 
 
-def check_paths(hosts: list[int], inputs: list[np.ndarray], wanted: dict[str, Any]) -> None:
-    """An allreduce of ``inputs``, one of each rank, has the same bits on all ranks, in a batch and carried."""
-    together = threading.Barrier(len(inputs))
-    with Group(hosts, cache_capacity=8) as group:
-
-        def sent() -> int:
-            """Messages of the leader of the other host."""
-            return group.contexts[hosts[0]].counters()["messages_sent"]
-
-        def reduce(rank: Rank, *names: str) -> bytes:
-            arrays = [inputs[rank.rank].copy() for _ in names]
-            pairs = zip(names, arrays, strict=True)
-            rank.finish(*[rank.submit("allreduce", name, [array], **wanted) for name, array in pairs])
-            return arrays[-1].tobytes()
-
-        def body(rank: Rank) -> list[bytes]:
-            for name in ("x", "y"):
-                reduce(rank, name)
-            rank.barrier()
-            by_batch = reduce(rank, "y", "x")  # two at once are not carried
-            together.wait(60)
-            before = sent()
-            together.wait(60)
-            if rank.rank == hosts[0] - 1:  # so the other host's data is at the root before that of all its own ranks
-                wait_for(lambda: sent() > before)
-            return [by_batch, reduce(rank, "x")]
-
-        results = group.run(body)
-    assert {bits for result in results for bits in result} == {results[0][0]}
-
-
 @pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [3, 1], [1, 2]], ids=str)
 @pytest.mark.parametrize(
-    ("op", "options"), [("average", {}), ("sum", SCALED), ("product", {})], ids=["average", "scaled sum", "product"]
+    ("op", "options"),
+    [("average", {}), ("sum", SCALED), ("product", {}), ("product", SCALED)],
+    ids=["average", "scaled sum", "product", "scaled product"],
 )
 @pytest.mark.parametrize("spread", [1, 1e-5], ids=str)
-@pytest.mark.parametrize("form", [("float16", None), ("float32", "bfloat16"), ("float32", None)], ids=str)
+@pytest.mark.parametrize(
+    "form", [("float16", None), ("float32", "bfloat16"), ("float32", None), ("complex64", None)], ids=str
+)
 def test_the_bits_do_not_depend_on_the_path(
     hosts: list[int], op: str, options: dict[str, float], spread: float, form: tuple[str, str | None]
 ) -> None:
+    """On all ranks, in a batch and carried."""
     dtype, wire = form
     random = np.random.default_rng(7)
-    inputs = [(random.standard_normal(COUNT) * spread).astype(dtype) for _ in range(sum(hosts))]
-    check_paths(hosts, inputs, {"wires": [wire], "reduce_op": context.REDUCE_OPS[op], **options})
+    turn = np.exp(1j * np.arange(COUNT)) if dtype.startswith("complex") else 1
+    inputs = [(random.standard_normal(COUNT) * turn * spread).astype(dtype) for _ in range(sum(hosts))]
+    wanted = {"wires": [wire], "reduce_op": context.REDUCE_OPS[op], **options}
+
+    def reduce(rank: Rank, *names: str) -> bytes:
+        arrays = [inputs[rank.rank].copy() for _ in names]
+        pairs = zip(names, arrays, strict=True)
+        rank.finish(*[rank.submit("allreduce", name, [array], **wanted) for name, array in pairs])
+        return arrays[-1].tobytes()
+
+    def body(rank: Rank) -> None:
+        other = rank.group.contexts[hosts[0]]  # the leader of the other host
+        for name in ("x", "y"):
+            reduce(rank, name)
+        rank.barrier()
+        assert rank.is_common("bits", reduce(rank, "y", "x"))  # two at once are not carried
+        rank.meet()
+        before = other.counters()["messages_sent"]
+        rank.meet()
+        if rank.rank == hosts[0] - 1:  # so the other host's data is at the root before that of all its own ranks
+            wait_for(lambda: other.counters()["messages_sent"] > before)
+        assert rank.is_common("bits", reduce(rank, "x"))
+
+    run_ranks(body, hosts, cache_capacity=8)

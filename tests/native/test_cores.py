@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import Group, Rank, context_of, describe, wait_for
+from ranks import Group, Rank, context_of, describe, run_ranks, wait_for
 
 from horo.core import context
 
@@ -71,34 +71,26 @@ def test_whatever_stands_in_the_hosts_memory_lets_waits_sleep_for_a_second_at_mo
 @pytest.mark.parametrize("is_heeded", [True, False])
 def test_a_wait_sleeps_where_others_want_the_cores(native: ModuleType, is_heeded: bool) -> None:
     """Else it would spin for twenty seconds."""
-    waits = threading.Event()
-    before: dict[int, int] = {}
 
-    def note(rank: Rank) -> None:
-        native.lib.shim_contention_yielded(context_of(native, rank), LONG)
-
-    def body(rank: Rank) -> int:
+    def body(rank: Rank) -> None:
+        waiting = rank.group.contexts[0]
         rank.run("barrier", "first", [])
-        before[rank.rank] = rank.context.counters()["sleeps"]
-        note(rank)
-        if rank.rank == 0:
-            waits.set()
-        else:
-            assert waits.wait(60)
+        before = waiting.counters()["sleeps"]
+        native.lib.shim_contention_yielded(context_of(native, rank), LONG)
+        rank.meet()
+        if rank.rank == 1:
             until = time.monotonic() + 0.2
 
             def is_over() -> bool:
-                note(rank)  # it lasts
-                slept = group.contexts[0].counters()["sleeps"] > before[0]
+                native.lib.shim_contention_yielded(context_of(native, rank), LONG)  # it lasts
+                slept = waiting.counters()["sleeps"] > before
                 return slept if is_heeded else time.monotonic() > until
 
             wait_for(is_over)
         rank.run("barrier", "second", [])
-        return rank.context.counters()["sleeps"] - before[rank.rank]
+        assert rank.rank == 1 or (waiting.counters()["sleeps"] > before) == is_heeded
 
-    with Group([2], spin_us=20_000_000, sleeps_under_contention=is_heeded) as group:
-        sleeps = group.run(body)
-    assert (sleeps[0] > 0) == is_heeded
+    run_ranks(body, [2], spin_us=20_000_000, sleeps_under_contention=is_heeded)
 
 
 CORES = sorted(os.sched_getaffinity(0))

@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 import pytest
-from ranks import Rank, on_ranks, recorded_stderr, run_ranks, wait_for
+from ranks import Rank, Written, on_ranks, wait_for
 
 from horo.core import context as _core
 from horo.errors import DeadlockError
@@ -37,24 +37,19 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     return Watch(monkeypatch)
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
-def test_all_ranks_are_told_who_waits_for_what(hosts: list[int]) -> None:
-    def body(rank: Rank) -> str:
-        rank.barrier("before")
-        with pytest.raises(DeadlockError) as error:
-            rank.allreduce(np.ones(3), "late" if rank.rank == 1 else "early")
-        with pytest.raises(DeadlockError):
-            rank.barrier("after")
-        return str(error.value)
-
-    texts = run_ranks(body, hosts)
-    size = sum(hosts)
+@on_ranks(*LAYOUTS)
+def test_all_ranks_are_told_who_waits_for_what(rank: Rank) -> None:
+    rank.barrier("before")
+    with pytest.raises(DeadlockError) as error:
+        rank.allreduce(np.ones(3), "late" if rank.rank == 1 else "early")
+    with pytest.raises(DeadlockError):
+        rank.barrier("after")
     place = r"\(ranks\.py:\d+\)"
+    size, text = rank.size, str(error.value)
     early = "rank 0 waits" if size == 2 else rf"ranks 0, 2{'' if size == 3 else f'-{size - 1}'} wait"
     question = r"has a rank fewer batches, or has it skipped a backward\(\) or step\(\)\?"
-    pattern = rf"{early} for 'early' {place}, rank 1 for 'late' {place}; {question}"
-    assert re.fullmatch(pattern, texts[0]), texts[0]
-    assert set(texts) == {texts[0]}
+    assert re.fullmatch(rf"{early} for 'early' {place}, rank 1 for 'late' {place}; {question}", text), text
+    assert rank.is_common("text", text)
 
 
 @on_ranks([2], [1, 1])
@@ -86,112 +81,84 @@ def test_a_rank_whose_request_is_not_waited_for_is_waited_for(rank: Rank, watch:
     rank.barrier("b")
 
 
-@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
-def test_a_thread_that_may_still_submit_makes_it_a_warning(hosts: list[int]) -> None:
-    def reported() -> bool:
-        return "all ranks wait and nothing can finish" in written()
-
-    def body(rank: Rank) -> None:
-        if rank.rank == 1:
-            rank.barrier("first")
-            rank.barrier("b")
-            rank.barrier("a")
-            return
-        is_known, go = threading.Event(), threading.Event()
-
-        def later() -> None:
-            rank.barrier("first")
-            is_known.set()
-            go.wait(60)
-            rank.barrier("b")
-
-        thread = threading.Thread(target=later, name="Later")
-        thread.start()
-        assert is_known.wait(20)  # else nobody can know that it is to come
-        handle = rank.submit("barrier", "a", [])
-        waiter = threading.Thread(target=lambda: (wait_for(reported, 60), go.set()))
-        waiter.start()
-        rank.finish(handle)
-        thread.join()
-        waiter.join()
-
-    with recorded_stderr() as written:
-        run_ranks(body, hosts, stall_warning_ms=1000)
-        text = written()
+@on_ranks([2], [1, 1], stall_warning_ms=1000)
+def test_a_thread_that_may_still_submit_makes_it_a_warning(rank: Rank, written: Written) -> None:
     said = r"rank 0 waits for 'a' .*, rank 1 for 'b' .*; only thread 'Later' of rank 0 may still submit"
-    assert re.search(said, text)
+    if rank.rank == 1:
+        rank.barrier("first")
+        rank.barrier("b")
+        rank.barrier("a")
+        return
+
+    def later() -> None:
+        rank.barrier("first")
+        rank.mark("is known")
+        wait_for(lambda: re.search(said, written()) is not None, 60)
+        rank.barrier("b")
+
+    thread = threading.Thread(target=later, name="Later")
+    thread.start()
+    rank.await_mark("is known")  # else nobody can know that it is to come
+    rank.finish(rank.submit("barrier", "a", []))
+    thread.join()
 
 
-@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
-def test_ranks_that_only_poll_are_named_by_the_check_for_stalls(hosts: list[int]) -> None:
+@on_ranks([2], [1, 1], stall_warning_ms=500)
+def test_ranks_that_only_poll_are_named_by_the_check_for_stalls(rank: Rank, written: Written) -> None:
     """What a thread does between two polls, nobody can know: it may submit what is missing, as it does here."""
 
     def is_named() -> bool:
-        text = written()
-        return "waiting for" in text and "'a'" in text
+        return "waiting for" in (text := written()) and "'a'" in text
 
-    def body(rank: Rank) -> None:
-        first, second = ("a", "b") if rank.rank == 0 else ("b", "a")
-        handle = rank.submit("barrier", first, [])
-        wait_for(lambda: rank.context.poll(handle) or is_named(), 60)
-        rank.barrier(second)
-        rank.finish(handle)
-
-    with recorded_stderr() as written:
-        run_ranks(body, hosts, stall_warning_ms=500)
-        text = written()
-    assert "nothing can finish" not in text
+    first, second = ("a", "b") if rank.rank == 0 else ("b", "a")
+    handle = rank.submit("barrier", first, [])
+    wait_for(lambda: rank.context.poll(handle) or is_named(), 60)
+    rank.barrier(second)
+    rank.finish(handle)
+    assert "nothing can finish" not in written()
 
 
-@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
-def test_a_team_that_comes_between_two_reports_hides_no_deadlock(watch: Watch, hosts: list[int]) -> None:
+@on_ranks([2], [1, 1])
+def test_a_team_that_comes_between_two_reports_hides_no_deadlock(rank: Rank, watch: Watch) -> None:
+    errors: list[str] = []
+    rank.barrier("before")  # so this thread is known to use horo
 
-    def body(rank: Rank) -> str:
-        errors: list[str] = []
-        rank.barrier("before")  # so this thread is known to use horo
-
-        def wait_early() -> None:
-            with pytest.raises(DeadlockError) as error:
-                rank.barrier(f"early {rank.rank}")
-            errors.append(str(error.value))
-
-        thread = threading.Thread(target=wait_early)
-        thread.start()
-        watch.await_more(rank.rank, 1 + rank.rank)  # the team is there when one rank has reported again, or neither
-        team = rank.add_team([0, 1])
-        with pytest.raises(DeadlockError):
-            rank.barrier(f"late {rank.rank}", team=team)
-        thread.join()
-        return errors[0]
-
-    texts = run_ranks(body, hosts)
-    assert texts[0] == texts[1]
-    for r in range(2):
-        assert f"'early {r}' (" in texts[0]
-        assert f"'late {r}' in process set 1 (ranks 0, 1) (" in texts[0]
-
-
-@pytest.mark.parametrize("hosts", [[2], [3], [1, 1]], ids=str)
-@pytest.mark.parametrize("call", ["receive", "send", "barrier"])
-def test_sends_and_receives_that_never_meet_are_told(call: str, hosts: list[int]) -> None:
-    def body(rank: Rank) -> str:
-        peer, array = (rank.rank + 1) % rank.size, np.ones(10_000)
-        rank.finish(rank.send(array, peer, 4), rank.receive(np.zeros(10_000), None, 4))
+    def wait_early() -> None:
         with pytest.raises(DeadlockError) as error:
-            if call == "barrier" and rank.rank == 0:
-                rank.barrier("all")
-            else:
-                rank.finish(rank.send(array, peer) if call == "send" else rank.receive(array, peer))
-        return str(error.value)
+            rank.barrier(f"early {rank.rank}")
+        errors.append(str(error.value))
 
-    texts = run_ranks(body, hosts)
-    verb = {"send": "send to"}.get(call, "receive from")
-    assert set(texts) == {texts[0]}
+    thread = threading.Thread(target=wait_early)
+    thread.start()
+    watch.await_more(rank.rank, 1 + rank.rank)  # the team is there when one rank has reported again, or neither
+    team = rank.add_team([0, 1])
+    with pytest.raises(DeadlockError):
+        rank.barrier(f"late {rank.rank}", team=team)
+    thread.join()
+    assert rank.is_common("text", errors[0])
+    for r in range(2):
+        assert f"'early {r}' (" in errors[0]
+        assert f"'late {r}' in process set 1 (ranks 0, 1) (" in errors[0]
+
+
+@pytest.mark.parametrize("call", ["receive", "send", "barrier"])
+@on_ranks([2], [3], [1, 1])
+def test_sends_and_receives_that_never_meet_are_told(rank: Rank, call: str) -> None:
+    peer, array = (rank.rank + 1) % rank.size, np.ones(10_000)
+    rank.finish(rank.send(array, peer, 4), rank.receive(np.zeros(10_000), None, 4))
+    with pytest.raises(DeadlockError) as error:
+        if call == "barrier" and rank.rank == 0:
+            rank.barrier("all")
+        else:
+            rank.finish(rank.send(array, peer) if call == "send" else rank.receive(array, peer))
+    text = str(error.value)
+    assert rank.is_common("text", text)
     advice = {"send": "let one rank receive first", "receive": "does one of the ranks send first"}
-    assert advice.get(call, "has a rank fewer batches") in texts[0]
-    for rank in range(sum(hosts)):
-        waited = "all" if call == "barrier" and rank == 0 else f"{verb} rank {(rank + 1) % sum(hosts)}, tag 0"
-        assert re.search(rf"rank {rank}( waits)? for '{waited}' \(\w+\.py:\d+\)", texts[0]), texts[0]
+    assert advice.get(call, "has a rank fewer batches") in text
+    verb = {"send": "send to"}.get(call, "receive from")
+    for r in range(rank.size):
+        waited = "all" if call == "barrier" and r == 0 else f"{verb} rank {(r + 1) % rank.size}, tag 0"
+        assert re.search(rf"rank {r}( waits)? for '{waited}' \(\w+\.py:\d+\)", text), text
 
 
 @on_ranks([2], [1, 1])

@@ -6,28 +6,26 @@ import threading
 import numpy as np
 import pytest
 from device_group import SUM, Gpu, OnGpu
-from ranks import Group, Rank, on_ranks, recorded_stderr, run_ranks, wait_for
+from ranks import Group, Rank, on_ranks, recorded_stderr, wait_for
 
 from horo.core import context
 from horo.core.libraries import copy_back
 from horo.errors import ResourceError
 
 
-def test_pinned_memory_is_used_again(gpu: Gpu) -> None:
-    def body(rank: Rank) -> None:
-        own = OnGpu(rank, gpu)
-        for _ in range(3):
-            handles = [own.submit("allreduce", f"x{i}", np.ones(5, np.float32), reduce_op=SUM)[0] for i in range(4)]
-            for handle in handles:
-                own.context.wait(handle)
-                copy_back(own.context, handle, own.stream)
-            gpu.synchronize(own.stream)
-            for handle in handles:
-                own.context.release(handle)
-        assert gpu.counts()["pinned"] == 4
-        own.close()
-
-    run_ranks(body, (1,))
+@on_ranks((1,))
+def test_pinned_memory_is_used_again(rank: Rank, gpu: Gpu) -> None:
+    own = OnGpu(rank, gpu)
+    for _ in range(3):
+        handles = [own.submit("allreduce", f"x{i}", np.ones(5, np.float32), reduce_op=SUM)[0] for i in range(4)]
+        for handle in handles:
+            own.context.wait(handle)
+            copy_back(own.context, handle, own.stream)
+        gpu.synchronize(own.stream)
+        for handle in handles:
+            own.context.release(handle)
+    assert gpu.counts()["pinned"] == 4
+    own.close()
 
 
 def leave_behind(gpu: Gpu, stream: int) -> ctypes.c_int:

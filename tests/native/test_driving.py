@@ -2,7 +2,6 @@
 
 import select
 import socket
-import threading
 import time
 from collections.abc import Iterator
 
@@ -11,7 +10,6 @@ import pytest
 import wire_oracle as oracle
 from fabric import close_setup, make_setups
 from ranks import Group, Rank, on_ranks, run_ranks, wait_for
-from test_link import framed
 
 from horo.core import context
 from horo.core.context import Context
@@ -20,30 +18,25 @@ SUM = context.REDUCE_OPS["sum"]
 CALLS, TURNS, LIMIT_S = 20, 15, 30
 
 
-@pytest.mark.parametrize("hosts", [[1, 1], [2, 1], [1, 1, 1]])
 @pytest.mark.parametrize("late_s", [0, 0.01], ids=["stream", "long-call"])
-def test_others_are_served_when_the_caller_stops_calling(hosts: list[int], late_s: float) -> None:
+@on_ranks([1, 1], [2, 1], [1, 1, 1])
+def test_others_are_served_when_the_caller_stops_calling(rank: Rank, late_s: float) -> None:
     """After a stream of calls, or one that lasted so long that the thread no longer looks by itself meanwhile."""
-    served = [threading.Event() for _ in range(TURNS)]
-
-    def body(rank: Rank) -> None:
-        ones = np.ones(4, np.float32)
-        for turn in range(TURNS):
-            for _ in range(CALLS):
-                ones[:] = 1
-                rank.run("allreduce", "stream", [ones], reduce_op=SUM)
-                assert np.all(ones == rank.size)
-            if rank.rank > 0:
-                time.sleep(late_s)
-            rank.run("barrier", "last", [])
-            # Nobody is woken for this one, and rank 0, which leads the agreement, does not wait for it.
-            handle = rank.submit("barrier", "between", [], sync=True)
-            if rank.rank == 0:
-                assert served[turn].wait(LIMIT_S)
-            rank.finish(handle)
-            served[turn].set()
-
-    run_ranks(body, hosts)
+    ones = np.ones(4, np.float32)
+    for turn in range(TURNS):
+        for _ in range(CALLS):
+            ones[:] = 1
+            rank.run("allreduce", "stream", [ones], reduce_op=SUM)
+            assert np.all(ones == rank.size)
+        if rank.rank > 0:
+            time.sleep(late_s)
+        rank.run("barrier", "last", [])
+        # Nobody is woken for this one, and rank 0, which leads the agreement, does not wait for it.
+        handle = rank.submit("barrier", "between", [], sync=True)
+        if rank.rank == 0:
+            rank.await_mark(("served", turn))
+        rank.finish(handle)
+        rank.mark(("served", turn))
 
 
 @on_ranks([1], [2], [1, 1])
@@ -115,7 +108,7 @@ class Child:
         self.rank = Rank(Context(mine))
 
     def send(self, message: bytes) -> None:
-        self._control.sendall(framed(message))
+        self._control.sendall(oracle.framed(message))
 
     def count_answers(self) -> int:
         """So far, of any kind; does not wait."""

@@ -2,13 +2,12 @@
 
 import re
 import socket
-import threading
 from collections.abc import Callable
 from types import ModuleType
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, run_ranks, run_script, wait_for
+from ranks import Group, Rank, Written, on_ranks, run_script, wait_for
 from slow_links import Relay
 
 from horo.core import context
@@ -32,71 +31,53 @@ WAYS = [(Context.end, PeerLostError, "ended with"), (Context.abort, AbortedError
 
 @pytest.mark.parametrize(("hosts", "ender"), ENDS, ids=str)
 @pytest.mark.parametrize(("way", "kind", "said"), WAYS)
+@on_ranks("hosts", log_level=5)
 def test_all_others_read_the_words_while_they_wait_and_afterwards(
-    hosts: list[int], ender: int, way: Callable[[Context, str], None], kind: type[HoroError], said: str
+    rank: Rank, ender: int, *, way: Callable[[Context, str], None], kind: type[HoroError], said: str
 ) -> None:
-    ready = threading.Barrier(sum(hosts))
-
-    def body(rank: Rank) -> None:
-        rank.allreduce(np.ones(3), "first")
-        ready.wait(20)
-        if rank.rank == ender:
-            way(rank.context, WORDS)
-            assert fails(rank, "own", kind).startswith(f"this rank {said} {WORDS}")
-            return
-        expected = rf"rank {ender} \(host\d\) {said} {WORDS}"
-        assert re.match(expected, fails(rank, "second", kind))
-        assert re.match(expected, fails(rank, "third", kind))
-        assert re.fullmatch(expected, str(rank.context.health()))
-
-    run_ranks(body, hosts, log_level=5)
+    rank.allreduce(np.ones(3), "first")
+    rank.meet()
+    if rank.rank == ender:
+        way(rank.context, WORDS)
+        assert fails(rank, "own", kind).startswith(f"this rank {said} {WORDS}")
+        return
+    expected = rf"rank {ender} \(host\d\) {said} {WORDS}"
+    assert re.match(expected, fails(rank, "second", kind))
+    assert re.match(expected, fails(rank, "third", kind))
+    assert re.fullmatch(expected, str(rank.context.health()))
 
 
-@pytest.mark.parametrize("hosts", [[4], [2, 2], [1, 1, 1]], ids=str)
-def test_what_one_rank_has_finished_is_finished_by_all_when_it_ends(hosts: list[int]) -> None:
+@on_ranks([4], [2, 2], [1, 1, 1], times=20, log_level=5)
+def test_what_one_rank_has_finished_is_finished_by_all_when_it_ends(rank: Rank) -> None:
     """All have agreed on it, and it stands in the log in front of the end: nobody gets an error for it."""
-    size = sum(hosts)
-
-    def body(rank: Rank) -> None:
-        for step in range(3):
-            assert (rank.allreduce(np.full(5000, rank.rank + 1.0), f"x{step}") == size * (size + 1) / 2).all()
-        rank.barrier("last")
-        rank.context.end("SystemExit: 75")
-        health = str(rank.context.health())
-        assert re.fullmatch(r"(this rank|rank \d \(host\d\)) ended with SystemExit: 75", health)
-
-    for _ in range(20):
-        with Group(hosts, log_level=5) as group:
-            group.run(body)
+    for step in range(3):
+        total = rank.size * (rank.size + 1) / 2
+        assert (rank.allreduce(np.full(5000, rank.rank + 1.0), f"x{step}") == total).all()
+    rank.barrier("last")
+    rank.context.end("SystemExit: 75")
+    health = str(rank.context.health())
+    assert re.fullmatch(r"(this rank|rank \d \(host\d\)) ended with SystemExit: 75", health)
 
 
-def test_the_names_of_what_is_pending_are_cut_and_never_the_words_in_front_of_them() -> None:
+@on_ranks([2])
+def test_the_names_of_what_is_pending_are_cut_and_never_the_words_in_front_of_them(rank: Rank) -> None:
     words = "x" * 800 + "; use the remedy"
-
-    def body(rank: Rank) -> None:
-        if rank.rank == 1:
-            wait_for(lambda: group.contexts[0].counters()["requests"] > 0)
-            rank.context.end(words)
-            return
-        with pytest.raises(PeerLostError) as error:
-            rank.barrier("y" * 500)
-        assert f"{words}; pending here: 'yyy" in str(error.value)
-
-    with Group([2]) as group:
-        group.run(body)
+    if rank.rank == 1:
+        wait_for(lambda: rank.group.contexts[0].counters()["requests"] > 0)
+        rank.context.end(words)
+        return
+    with pytest.raises(PeerLostError) as error:
+        rank.barrier("y" * 500)
+    assert f"{words}; pending here: 'yyy" in str(error.value)
 
 
-def test_long_words_are_cut_and_bytes_that_are_none_are_replaced() -> None:
-    def body(rank: Rank) -> str:
-        if rank.rank == 0:
-            rank.context.end("x\0" + "\u00e4" * 600)
-        wait_for(lambda: rank.context.health() is not None)
-        return str(rank.context.health())
-
-    with Group([1, 1]) as group:
-        own, other = group.run(body)
-    assert own == "this rank ended with x " + "\u00e4" * 446 + "\ufffd"
-    assert other == "rank 0 (host0) ended with x " + "\u00e4" * 446 + "\ufffd"
+@on_ranks([1, 1])
+def test_long_words_are_cut_and_bytes_that_are_none_are_replaced(rank: Rank) -> None:
+    if rank.rank == 0:
+        rank.context.end("x\0" + "\u00e4" * 600)
+    wait_for(lambda: rank.context.health() is not None)
+    who = ["this rank", "rank 0 (host0)"][rank.rank]
+    assert str(rank.context.health()) == f"{who} ended with x " + "\u00e4" * 446 + "\ufffd"
 
 
 def test_the_first_death_stays_the_cause() -> None:
@@ -115,34 +96,29 @@ def test_the_first_end_stays_the_cause(native: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("hosts", "ender"), [([1, 1], 1), ([1, 1], 0), ([2, 2], 2), ([2], 1)], ids=str)
-def test_the_words_arrive_also_where_the_rank_leaves_right_after(hosts: list[int], ender: int) -> None:
-    for _ in range(30):
-        with Group(hosts, log_level=5) as group:
-
-            def body(rank: Rank, group: Group = group) -> None:
-                if rank.rank == ender:
-                    rank.context.end(WORDS)
-                    group.leave(ender)
-                    return
-                wait_for(lambda: rank.context.health() is not None)
-                assert WORDS in str(rank.context.health())
-
-            group.run(body)
+@on_ranks("hosts", times=30, log_level=5)
+def test_the_words_arrive_also_where_the_rank_leaves_right_after(rank: Rank, ender: int) -> None:
+    if rank.rank == ender:
+        rank.context.end(WORDS)
+        rank.group.leave(ender)
+        return
+    wait_for(lambda: rank.context.health() is not None)
+    assert WORDS in str(rank.context.health())
 
 
-def test_the_flight_recorder_is_not_shown_for_an_end_that_is_explained(capfd: pytest.CaptureFixture[str]) -> None:
-    def body(rank: Rank) -> None:
-        if rank.rank == 0:
-            rank.context.end(WORDS)
-        fails(rank, "x")
-        assert rank.context.events()[-1].event == "lost"
-
-    run_ranks(body, [2])
-    assert "last events" not in capfd.readouterr().err
+@on_ranks([2])
+def test_the_flight_recorder_is_not_shown_for_an_end_that_is_explained(rank: Rank, written: Written) -> None:
+    if rank.rank == 0:
+        rank.context.end(WORDS)
+    fails(rank, "x")
+    assert rank.context.events()[-1].event == "lost"
+    assert "last events" not in written()
 
 
 SUM = context.REDUCE_OPS["sum"]
 MIB = 1 << 20
+SLOWLY = Relay(data_chunk_bytes=1 << 15, chunk_pause_s=0.025)
+"""1.3 MB/s: 4 MiB take more than the grace of 2 s."""
 
 # Five hosts of one rank; a broadcast goes down the chain 0-1-2-3-4. Rank 1 is stopped before the data comes. Rank 0
 # has sent its part and shuts down; then rank 1 is killed. Rank 4's only peer in the tree of hosts is rank 0.
@@ -197,22 +173,17 @@ def test_a_death_after_the_leader_in_between_has_left_is_heard_by_all_and_named(
         assert outcomes[rank].startswith("PeerLostError rank 1 "), said
 
 
-def test_a_batch_that_moves_slowly_is_finished_by_ranks_that_leave() -> None:
+@on_ranks([1, 1], relay=SLOWLY, segment_bytes=4 * MIB, stall_warning_ms=0)
+def test_a_batch_that_moves_slowly_is_finished_by_ranks_that_leave(rank: Rank) -> None:
     """One segment, pieces of which arrive all the time: that is no standing still, though it lasts."""
-
-    def body(rank: Rank) -> float:
-        array = np.ones(MIB, np.float32)
-        handle = rank.submit("allreduce", "slow", [array], reduce_op=SUM)
-        if rank.rank == 0:
-            rank.finish(handle)
-        else:
-            wait_for(lambda: rank.context.counters()["link_bytes"] > 0)
-            group.leave(1)
-        return float(array.min())
-
-    relay = Relay(data_chunk_bytes=1 << 15, chunk_pause_s=0.025)  # 1.3 MB/s: 4 MiB take more than the grace of 2 s
-    with Group([1, 1], relay=relay, segment_bytes=4 * MIB, stall_warning_ms=0) as group:
-        assert group.run(body) == [2, 2]
+    array = np.ones(MIB, np.float32)
+    handle = rank.submit("allreduce", "slow", [array], reduce_op=SUM)
+    if rank.rank == 0:
+        rank.finish(handle)
+    else:
+        wait_for(lambda: rank.context.counters()["link_bytes"] > 0)
+        rank.group.leave(1)
+    assert array.min() == 2
 
 
 def test_links_are_silent_again_after_an_operation_that_took_long() -> None:

@@ -2,11 +2,12 @@
 
 import os
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-from ranks import Group, Rank, on_ranks, run_ranks, wait_for
+from ranks import NUMPY_OF_COMPLEX, Group, Rank, on_ranks, run_ranks, wait_for
 from skips import whole
 
 from horo.core import context as _core
@@ -113,7 +114,7 @@ def call_of(*arrays: np.ndarray, op: str = "allreduce", **options: object) -> di
 
 
 THREE, FOUR = np.ones(3), np.ones(4)
-FLOATS = np.ones(3, np.float32)
+FLOATS, INTS = np.ones(3, np.float32), np.ones(3, np.int32)
 MISMATCHES = [
     (call_of(np.ones((64, 128))), call_of(np.ones((64, 127))), ["float64 [64, 128]", "float64 [64, 127]"]),
     (call_of(FLOATS), call_of(THREE), ["float32 [3]", "float64 [3]"]),
@@ -131,6 +132,7 @@ MISMATCHES = [
     (*(call_of(np.ones(shape), op="allgather") for shape in ((3,), (3, 4))), ["float64 [*]", "float64 [*, 4]"]),
     (call_of(THREE, FOUR), call_of(THREE), ["2 tensors", "1 tensor"]),
     (call_of(THREE, FOUR), call_of(THREE, THREE), ["tensor 1 of the group", "float64 [4]", "float64 [3]"]),
+    (call_of(INTS, reduce_op=6), call_of(INTS, reduce_op=7), ["op BAND", "op BOR"]),
 ]
 
 
@@ -166,22 +168,13 @@ def test_bad_calls_are_refused_where_they_are_made(rank: Rank) -> None:
             rank.broadcast(np.ones(3), 7)
         with pytest.raises(UsageError, match="a scalar has no first dimension"):
             rank.submit("allgather", "g", [np.array(3.0)])
-        for op, array, kind, text in (
-            (2, np.ones(4), UnsupportedError, "op Adasum is offered by allreduce only"),
-            (1, np.ones(()), UsageError, "a scalar has no first dimension to split along"),
-        ):
-            with pytest.raises(kind, match=f"reducescatter 's': {text}"):
-                rank.submit("reducescatter", "s", [array], outputs=[array], reduce_op=op)
-        with pytest.raises(UnsupportedError, match="not offered for bool"):
-            rank.allreduce(np.ones(3, np.bool_), op="average")
-        for op, array, wire in (
-            ("allreduce", np.ones(3, np.int32), "float16"),
-            ("allreduce", np.ones(3, np.float16), "bfloat16"),
-            ("allreduce", np.ones(3), "float32"),
-            ("broadcast", np.ones(3), "bfloat16"),
-        ):
-            with pytest.raises(UnsupportedError, match=f"{op} 'w': {array.dtype} cannot travel as {wire}"):
-                rank.submit(op, "w", [array], wires=[wire])
+        with pytest.raises(UsageError, match="reducescatter 's': a scalar has no first dimension to split along"):
+            rank.submit("reducescatter", "s", [np.ones(())], outputs=[np.ones(())], reduce_op=1)
+        for array, wire in ((INTS, "float16"), (np.ones(3, np.float16), "bfloat16"), (THREE, "float32")):
+            with pytest.raises(UnsupportedError, match=f"allreduce 'w': {array.dtype} cannot travel as {wire}"):
+                rank.submit("allreduce", "w", [array], wires=[wire])
+        with pytest.raises(UnsupportedError, match="broadcast 'w': float64 cannot travel as bfloat16"):
+            rank.submit("broadcast", "w", [THREE], wires=["bfloat16"])
         with pytest.raises(UsageError, match="the name has 0 bytes"):
             rank.submit("barrier", "", [])
         with pytest.raises(UsageError, match="the name has 2000 bytes"):
@@ -189,6 +182,28 @@ def test_bad_calls_are_refused_where_they_are_made(rank: Rank) -> None:
         with pytest.raises(UsageError, match="Handle 99 was not created or has been cleared"):
             rank.context.poll(99)
     rank.barrier()
+
+
+REFUSED_OPS: list[tuple[str, Any, str, dict[str, float], str]] = [
+    ("reducescatter", np.float64, "adasum", {}, "op Adasum is offered by allreduce only"),
+    ("allreduce", np.bool_, "average", {}, "this op is not offered for bool"),
+    ("allreduce", np.float32, "band", {}, "this op is not offered for float32; bits are those of"),
+    ("allreduce", np.int32, "bxor", {"postscale": 2.0}, "bits cannot be scaled"),
+    *(
+        ("allreduce", dtype, op, {}, f"this op is not offered for {name}; complex numbers can be reduced with Sum, Av")
+        for name, dtype in NUMPY_OF_COMPLEX.items()
+        for op in ("min", "max", "adasum")
+    ),
+    ("reducescatter", np.complex64, "min", {}, "this op is not offered for complex64"),
+]
+
+
+@on_ranks([1])
+def test_an_op_that_has_no_meaning_for_a_dtype_is_refused(rank: Rank) -> None:
+    for kind, dtype, op, factors, said in REFUSED_OPS:
+        array, reduce_op = np.ones(4, dtype), _core.REDUCE_OPS[op]
+        with pytest.raises(UnsupportedError, match=f"{kind} 'x': {said}"):
+            rank.submit(kind, "x", [array], outputs=[array.copy()], reduce_op=reduce_op, **factors)
 
 
 @on_ranks([2])

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, on_ranks
+from ranks import Group, Rank, Written, on_ranks
 
 from horo.core.context import Event
 from horo.errors import AbortedError, UsageError
@@ -43,20 +43,16 @@ def test_a_batch_is_noted_with_what_shares_it(rank: Rank) -> None:
         assert sorted(event.name for event in events if event.event == step) == sorted(f"g{i}" for i in range(20))
 
 
-def test_a_shutdown_shows_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    with Group([1, 2], stall_warning_ms=60_000) as group:
-
-        def body(rank: Rank) -> None:
-            rank.allreduce(np.ones(3), "done")
-            if rank.rank == 2:
-                group.leave(2)
-                return
-            with pytest.raises(AbortedError):
-                rank.allreduce(np.ones(3), "late")
-            assert rank.context.events()[-1][1:] == ("left", "", "", 0, 0, 2, "")
-
-        group.run(body)
-    assert capfd.readouterr().err == ""
+@on_ranks([1, 2], stall_warning_ms=60_000)
+def test_a_shutdown_shows_nothing(rank: Rank, written: Written) -> None:
+    rank.allreduce(np.ones(3), "done")
+    if rank.rank == 2:
+        rank.group.leave(2)
+        return
+    with pytest.raises(AbortedError):
+        rank.allreduce(np.ones(3), "late")
+    assert rank.context.events()[-1][1:] == ("left", "", "", 0, 0, 2, "")
+    assert written() == ""
 
 
 def test_events_are_refused_in_a_forked_child_and_after_the_end() -> None:

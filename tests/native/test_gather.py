@@ -27,15 +27,29 @@ def part(rank: int, step: int, index: int) -> np.ndarray:
     return np.full((row_count(rank, step, index), 1 + index % 3), rank + 3 * step + index, DTYPES[index % 3])
 
 
-def check_group(rank: Rank, step: int, tensors: int) -> None:
+def whole(size: int, step: int, index: int) -> np.ndarray:
+    return np.concatenate([part(r, step, index) for r in range(size)])
+
+
+def room(rank: Rank, step: int, index: int, *, more: int = 0) -> np.ndarray:
+    """For the whole result, and so many rows more."""
+    result = whole(rank.size, step, index)
+    return np.full((len(result) + more, *result.shape[1:]), 99, result.dtype)
+
+
+def check_group(rank: Rank, step: int, tensors: int, *, caller_gives: bool = False) -> None:
     """One request of so many tensors."""
-    ranks = range(rank.size)
-    handle = rank.submit("allgather", f"group of {tensors}", [part(rank.rank, step, i) for i in range(tensors)])
+    inputs = [part(rank.rank, step, i) for i in range(tensors)]
+    outputs = [room(rank, step, i) for i in range(tensors)] if caller_gives else inputs
+    handle = rank.submit("allgather", f"group of {tensors}", inputs, outputs=outputs, into=caller_gives)
     rank.context.wait(handle)
     for i in range(tensors):
         data, first_dims = rank.context.take_result(handle, i)
-        assert first_dims == [row_count(r, step, i) for r in ranks]
-        assert bytes(data) == np.concatenate([part(r, step, i) for r in ranks]).tobytes()
+        assert first_dims == [row_count(r, step, i) for r in range(rank.size)]
+        if caller_gives:
+            assert data is None and rank.context.take_result(handle, i) == (None, first_dims)
+        result = outputs[i].tobytes() if caller_gives else bytes(data)
+        assert result == whole(rank.size, step, i).tobytes()
     rank.context.release(handle)
 
 
@@ -66,17 +80,6 @@ def test_an_allgather_takes_one_message_up_and_one_down(rank: Rank) -> None:
         sent_by(call)
     rank.barrier("apart")
     assert [sent_by(call) for call in calls] == [10, 10]
-
-
-@over_every_layout
-@pytest.mark.parametrize(("cache_capacity", "direct_bytes"), [*itertools.product([0, 1, 64], [0, 1])])
-@on_ranks("host_of_rank", "cache_capacity", "direct_bytes")
-def test_first_extents_may_differ_each_time_under_one_name(rank: Rank, cache_capacity: int) -> None:
-    """Two names: with room for one of them, the other one is announced in full each time."""
-    for step in range(6):
-        check_group(rank, step, 1)
-        check_group(rank, step, 4)
-    assert (counters(rank)["cache_hits"] > 0) == (cache_capacity > 0)
 
 
 @pytest.mark.parametrize(("hosts", "direct_bytes"), [([3], 0), ([3], 1), ([1, 1], 0)], ids=str)
@@ -126,32 +129,16 @@ def test_as_many_rows_as_a_result_can_have_are_counted(rank: Rank) -> None:
     assert gather(rank, [(rows[rank.rank], 0)], "float32") == rows
 
 
-def whole(size: int, step: int, index: int) -> np.ndarray:
-    return np.concatenate([part(r, step, index) for r in range(size)])
-
-
-def room(rank: Rank, step: int, index: int, *, more: int = 0) -> np.ndarray:
-    """For the whole result, and so many rows more."""
-    result = whole(rank.size, step, index)
-    return np.full((len(result) + more, *result.shape[1:]), 99, result.dtype)
-
-
 @over_every_layout
-@pytest.mark.parametrize("direct_bytes", [0, 1], ids=["by slots", "direct"])
-@on_ranks("host_of_rank", "direct_bytes")
-def test_results_go_into_memory_that_the_caller_gives(rank: Rank) -> None:
-    for step in range(5):
-        inputs = [part(rank.rank, step, i) for i in range(4)]
-        outputs = [room(rank, step, i) for i in range(4)]
-        handle = rank.submit("allgather", "g", inputs, outputs=outputs, into=True)
-        rank.context.wait(handle)
-        for i in range(4):
-            for _ in range(2):
-                data, first_dims = rank.context.take_result(handle, i)
-                assert data is None
-                assert first_dims == [row_count(r, step, i) for r in range(rank.size)]
-            assert np.array_equal(outputs[i], whole(rank.size, step, i))
-        rank.context.release(handle)
+@pytest.mark.parametrize(("cache_capacity", "direct_bytes"), [*itertools.product([0, 1, 64], [0, 1])])
+@on_ranks("host_of_rank", "cache_capacity", "direct_bytes")
+def test_first_extents_may_differ_each_time_under_one_name(rank: Rank, cache_capacity: int) -> None:
+    """Two names: with room for one of them, the other one is announced in full each time."""
+    for step in range(6):
+        for tensors in (1, 4):
+            check_group(rank, step, tensors)
+            check_group(rank, step, tensors, caller_gives=True)
+    assert (counters(rank)["cache_hits"] > 0) == (cache_capacity > 0)
 
 
 @pytest.mark.parametrize("rows", [3, 100_000])
@@ -210,22 +197,22 @@ def test_what_was_refused_is_done(rank: Rank) -> None:
 @pytest.mark.parametrize("hosts", [[1, 1], [1, 2]], ids=str)
 def test_memory_that_was_given_is_left_alone_after_a_death(hosts: list[int]) -> None:
     outputs = [np.full(sum(hosts) << 20, 7, np.uint8) for _ in range(sum(hosts))]
+
+    def gather_once(rank: Rank, step: int) -> None:
+        before = counters(rank)["link_bytes"]
+        mine = np.full(1 << 20, step % 256, np.uint8)
+        handle = rank.submit("allgather", "g", [mine], outputs=[outputs[rank.rank]], into=True)
+        if rank.rank == 0 and step == 3:
+            wait_for(lambda: counters(rank)["link_bytes"] > before + 100_000 or rank.context.poll(handle))
+            rank.group.kill(0)
+        rank.finish(handle)
+
+    def body(rank: Rank) -> None:
+        with pytest.raises(PeerLostError):
+            for step in range(1_000_000):
+                gather_once(rank, step)
+
     with Group(hosts, segment_bytes=1 << 12) as group:
-
-        def gather_once(rank: Rank, step: int) -> None:
-            before = counters(rank)["link_bytes"]
-            mine = np.full(1 << 20, step % 256, np.uint8)
-            handle = rank.submit("allgather", "g", [mine], outputs=[outputs[rank.rank]], into=True)
-            if rank.rank == 0 and step == 3:
-                wait_for(lambda: counters(rank)["link_bytes"] > before + 100_000 or rank.context.poll(handle))
-                group.kill(0)
-            rank.finish(handle)
-
-        def body(rank: Rank) -> None:
-            with pytest.raises(PeerLostError):
-                for step in range(1_000_000):
-                    gather_once(rank, step)
-
         group.run(body)
         copies = [output.copy() for output in outputs]
     assert all(np.array_equal(*pair) for pair in zip(copies, outputs, strict=True))

@@ -26,10 +26,6 @@ CUT_S = 10.0
 """When the connection ends where a damaged message has left ranks waiting for each other."""
 
 
-def framed(message: bytes) -> bytes:
-    return len(message).to_bytes(LENGTH_BYTES, "little") + message
-
-
 def damage(message: bytes, rng: random.Random) -> bytes:
     """What travels instead of a message, with the length in front."""
     start = rng.randrange(len(message))
@@ -39,14 +35,14 @@ def damage(message: bytes, rng: random.Random) -> bytes:
     samples = list(wire_oracle.samples().values())
     return rng.choice(
         [
-            lambda: framed(bytes(changed)),
-            lambda: framed(message[:start] + b"\xff" * count + message[start + count :]),
-            lambda: framed(message[:start] + bytes(count) + message[start + count :]),
-            lambda: framed(message[:start]),
-            lambda: framed(message + rng.randbytes(count)),
-            lambda: framed(message) * 2,
-            lambda: framed(rng.choice(samples)) + framed(message),
-            lambda: framed(rng.choice(samples)),
+            lambda: wire_oracle.framed(bytes(changed)),
+            lambda: wire_oracle.framed(message[:start] + b"\xff" * count + message[start + count :]),
+            lambda: wire_oracle.framed(message[:start] + bytes(count) + message[start + count :]),
+            lambda: wire_oracle.framed(message[:start]),
+            lambda: wire_oracle.framed(message + rng.randbytes(count)),
+            lambda: wire_oracle.framed(message) * 2,
+            lambda: wire_oracle.framed(rng.choice(samples)) + wire_oracle.framed(message),
+            lambda: wire_oracle.framed(rng.choice(samples)),
         ]
     )()
 

@@ -48,6 +48,8 @@ def test_values_of_joined_ranks_change_no_reduction(rank: Rank, dtype: str) -> N
     reducers = {"sum": np.add, "min": np.minimum, "max": np.maximum, "product": np.multiply}
     kind = NUMPY_OF_DTYPE[dtype]
     rng = np.random.default_rng(3)
+    if np.dtype(kind).kind != "f":
+        reducers |= {"band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor}
     low = 0 if dtype.startswith("u") or dtype == "bool" else -3
     inputs = [rng.integers(low, 4, 3000).astype(kind) for _ in range(rank.size)]
     handle = joins_first(rank, 1)
@@ -60,27 +62,32 @@ def test_values_of_joined_ranks_change_no_reduction(rank: Rank, dtype: str) -> N
     end_join(rank, handle)
 
 
-def test_a_rank_that_has_joined_can_submit_nothing() -> None:
-    is_refused = threading.Event()
+@on_ranks([2])
+def test_a_complex_number_of_a_joined_rank_multiplies_by_the_formula(rank: Rank) -> None:
+    """(inf + 0i)(1 + 0i) is (inf * 1 - 0 * 0) + (inf * 0 + 0 * 1)i: no factor keeps the zero beside infinity."""
+    if rank.rank == 0:
+        got = rank.allreduce(np.full(3, complex(np.inf, 0)), "x", "product")
+        assert np.all(got.real == np.inf) and np.all(np.isnan(got.imag))
+    join(rank)
 
-    def body(rank: Rank) -> None:
-        handle = joins_first(rank, 1)
-        if handle is not None:
-            with pytest.raises(UsageError, match="'x': rank 0 has joined"):
-                rank.submit("allreduce", "x", [np.ones(1)], reduce_op=SUM)
-            with pytest.raises(UsageError, match="rank 0 has joined"):
-                rank.context.start_join(0)
-            with pytest.raises(UsageError, match="rank 0 has joined"):
-                rank.context.add_team([0])
-            assert rank.context.joined_last(handle) < 0
-            is_refused.set()
-        else:
-            assert is_refused.wait(20)  # rank 0 joins until the last rank does
-        end_join(rank, handle)
-        assert rank.allreduce(np.ones(2))[0] == 2.0
-        assert rank.context.joined_last(rank.submit("barrier", "no join", [])) < 0
 
-    run_ranks(body, [2])
+@on_ranks([2])
+def test_a_rank_that_has_joined_can_submit_nothing(rank: Rank) -> None:
+    handle = joins_first(rank, 1)
+    if handle is not None:
+        with pytest.raises(UsageError, match="'x': rank 0 has joined"):
+            rank.submit("allreduce", "x", [np.ones(1)], reduce_op=SUM)
+        with pytest.raises(UsageError, match="rank 0 has joined"):
+            rank.context.start_join(0)
+        with pytest.raises(UsageError, match="rank 0 has joined"):
+            rank.context.add_team([0])
+        assert rank.context.joined_last(handle) < 0
+        rank.mark("is refused")
+    else:
+        rank.await_mark("is refused")  # rank 0 joins until the last rank does
+    end_join(rank, handle)
+    assert rank.allreduce(np.ones(2))[0] == 2.0
+    assert rank.context.joined_last(rank.submit("barrier", "no join", [])) < 0
 
 
 @on_ranks([1])
@@ -232,25 +239,21 @@ def test_a_join_waits_as_long_as_the_others_need(rank: Rank, how: str) -> None:
     rank.finish(*handles)
 
 
-def test_what_waits_beside_a_join_ends_the_job_as_ever() -> None:
+@on_ranks([3], stall_warning_ms=100, stall_shutdown_ms=300)
+def test_what_waits_beside_a_join_ends_the_job_as_ever(rank: Rank) -> None:
     """Rank 0 has joined, rank 1 waits for rank 2, which does nothing."""
-    has_joined, has_ended = threading.Event(), threading.Event()
-
-    def body(rank: Rank) -> None:
-        if rank.rank == 2:
-            assert has_ended.wait(30)
-            return
-        with pytest.raises(StalledError, match=r"rank 2"):
-            if rank.rank == 0:
-                handle = rank.context.start_join(0)
-                has_joined.set()
-                rank.context.wait(handle)
-            else:
-                assert has_joined.wait(20)
-                rank.allreduce(np.ones(3), "x")
-        has_ended.set()
-
-    run_ranks(body, [3], stall_warning_ms=100, stall_shutdown_ms=300)
+    if rank.rank == 2:
+        rank.await_mark("has ended")
+        return
+    with pytest.raises(StalledError, match=r"rank 2"):
+        if rank.rank == 0:
+            handle = rank.context.start_join(0)
+            rank.mark("has joined")
+            rank.context.wait(handle)
+        else:
+            rank.await_mark("has joined")
+            rank.allreduce(np.ones(3), "x")
+    rank.mark("has ended")
 
 
 MORE_THAN_TRAVELS_WITH_ITS_ANNOUNCEMENT = 5000

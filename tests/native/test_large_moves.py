@@ -2,18 +2,18 @@
 
 import itertools
 
-import native_build
 import numpy as np
 import pytest
-from ranks import NUMPY_OF_DTYPE, Group, Rank, on_ranks, recorded_stderr, rows_of, run_ranks
+from ranks import Rank, Written, on_ranks, recorded_stderr, rows_of, run_ranks
 from test_alltoall import Plan, check
 
 from horo.errors import PeerLostError
 
 SLOT_BYTES = 1 << 18
 COUNT = 3 * (1 << 20) + 3333  # of float32: the results of a host are more than 32 MiB
+INFO = 2
+"""Of ``log_level``."""
 ways = pytest.mark.parametrize("direct_bytes", [0, 1], ids=["by slots", "direct"])
-over_hosts = pytest.mark.parametrize("hosts", [[1], [2], [3], [2, 1]], ids=str)
 
 
 def whole_numbers(rank: int, count: int = COUNT) -> np.ndarray:
@@ -21,30 +21,17 @@ def whole_numbers(rank: int, count: int = COUNT) -> np.ndarray:
     return np.resize((np.arange(1001) * 7 + rank * 31) % 1001, count).astype(np.float32)
 
 
-@over_hosts
-@on_ranks("hosts", segment_bytes=SLOT_BYTES)
-def test_sums_of_many_segments(rank: Rank) -> None:
+@ways
+@on_ranks([1], [2], [3], [2, 1], "direct_bytes", segment_bytes=SLOT_BYTES)
+def test_sums_and_parts_of_many_segments(rank: Rank) -> None:
+    """In two rounds, which begin with other slots; of parts some ranks have less than a segment, or nothing."""
     total = np.sum([whole_numbers(r) for r in range(rank.size)], axis=0)
-    assert np.array_equal(rank.allreduce(whole_numbers(rank.rank)), total)
-    mine = rank.reducescatter(whole_numbers(rank.rank))
-    assert np.array_equal(mine, total[rows_of(COUNT, rank.size, rank.rank)])
-
-
-@over_hosts
-@ways
-@pytest.mark.parametrize("count", [SLOT_BYTES // 4, COUNT], ids=["one", "many"])
-@on_ranks("hosts", "direct_bytes", segment_bytes=SLOT_BYTES)
-def test_a_broadcast_of_many_segments(rank: Rank, count: int) -> None:
-    for root in range(rank.size):
-        assert np.array_equal(rank.broadcast(whole_numbers(rank.rank, count), root), whole_numbers(root, count))
-
-
-@over_hosts
-@ways
-@on_ranks("hosts", "direct_bytes", segment_bytes=SLOT_BYTES)
-def test_parts_of_any_lengths(rank: Rank) -> None:
-    """In two rounds, which begin with other slots; some ranks have less than a segment, or nothing."""
     for step in range(2):
+        assert np.array_equal(rank.allreduce(whole_numbers(rank.rank)), total)
+        mine = rank.reducescatter(whole_numbers(rank.rank))
+        assert np.array_equal(mine, total[rows_of(COUNT, rank.size, rank.rank)])
+        for root, count in itertools.product(range(rank.size), (SLOT_BYTES // 4, COUNT)):
+            assert np.array_equal(rank.broadcast(whole_numbers(rank.rank, count), root), whole_numbers(root, count))
         lengths = [[COUNT, 100, 0][(r + step) % 3] for r in range(rank.size)]
         wanted = np.concatenate([whole_numbers(r, length) for r, length in enumerate(lengths)])
         gathered, _ = rank.allgather(whole_numbers(rank.rank, lengths[rank.rank]))
@@ -53,8 +40,6 @@ def test_parts_of_any_lengths(rank: Rank) -> None:
         check(rank, [Plan(rows, 3)])
 
 
-INFO = 2
-"""Of ``log_level``."""
 READS = "large moves read the memory of the other ranks"
 
 
@@ -67,24 +52,23 @@ def gather(rank: Rank, count: int, turn: int = 0, name: str = "g") -> None:
     ("operation", "least"), [("broadcast", 3000), ("allgather", 6000), ("alltoall", 3000), ("reducescatter", 3000)]
 )
 @pytest.mark.parametrize("missing", [0, 3])
-def test_reading_begins_where_it_pays(operation: str, least: int, missing: int) -> None:
+@on_ranks([3], direct_bytes=1000, log_level=INFO)
+def test_reading_begins_where_it_pays(
+    rank: Rank, operation: str, least: int, *, missing: int, written: Written
+) -> None:
     """``least``: bytes on a rank, of which each of the three has a third in what all have."""
     count = least - missing
-
-    def body(rank: Rank) -> None:
-        if operation == "broadcast":
-            assert rank.broadcast(np.full(count, rank.rank, np.uint8), 1)[-1] == 1
-        elif operation == "allgather":
-            gathered, _ = rank.allgather(np.full(count // 3, rank.rank, np.uint8))
-            assert np.array_equal(gathered, np.repeat(np.arange(3, dtype=np.uint8), count // 3))
-        elif operation == "alltoall":
-            check(rank, [Plan([[count // 3] * 3] * 3, dtype=np.uint8)])
-        else:
-            assert np.all(rank.reducescatter(np.full((count // 3, 3), rank.rank, np.uint8)) == 3)
-
-    with recorded_stderr() as said:
-        run_ranks(body, [3], direct_bytes=1000, log_level=INFO)
-        assert said().count(READS) == (0 if missing else 1)
+    if operation == "broadcast":
+        assert rank.broadcast(np.full(count, rank.rank, np.uint8), 1)[-1] == 1
+    elif operation == "allgather":
+        gathered, _ = rank.allgather(np.full(count // 3, rank.rank, np.uint8))
+        assert np.array_equal(gathered, np.repeat(np.arange(3, dtype=np.uint8), count // 3))
+    elif operation == "alltoall":
+        check(rank, [Plan([[count // 3] * 3] * 3, dtype=np.uint8)])
+    else:
+        assert np.all(rank.reducescatter(np.full((count // 3, 3), rank.rank, np.uint8)) == 3)
+    rank.meet()
+    assert written().count(READS) == (0 if missing else 1)
 
 
 def test_none_is_read_where_that_is_turned_off_and_between_hosts() -> None:
@@ -94,18 +78,14 @@ def test_none_is_read_where_that_is_turned_off_and_between_hosts() -> None:
         assert "large moves" not in said()
 
 
-def test_a_team_on_one_of_several_hosts_reads() -> None:
+@on_ranks(host_of_rank=[0, 1, 0, 1, 1], direct_bytes=1, log_level=INFO)
+def test_a_team_on_one_of_several_hosts_reads(rank: Rank, written: Written) -> None:
     """Its members are not the first ranks of their host."""
-    host_of_rank = [0, 1, 0, 1, 1]
-
-    def body(rank: Rank) -> None:
-        team = rank.add_team([3, 4])
-        for root in (3, 4, 3, 4) if rank.rank in (3, 4) else ():
-            assert np.all(rank.broadcast(np.full(5000, rank.rank), root, team=team) == root)
-
-    with recorded_stderr() as said:
-        run_ranks(body, host_of_rank=host_of_rank, direct_bytes=1, log_level=INFO)
-        assert said().count(f"process set 1 (ranks 3, 4): {READS}") == 1
+    team = rank.add_team([3, 4])
+    for root in (3, 4, 3, 4) if rank.rank in (3, 4) else ():
+        assert np.all(rank.broadcast(np.full(5000, rank.rank), root, team=team) == root)
+    rank.meet()
+    assert written().count(f"process set 1 (ranks 3, 4): {READS}") == 1
 
 
 @pytest.mark.parametrize("count", [2, 33, 64, 500, 600])
@@ -120,53 +100,25 @@ def test_groups_of_more_tensors_than_one_read_or_one_slot_takes(rank: Rank, coun
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_ranks_that_wait_for_the_addresses_of_one_that_is_gone_are_told(victim: int) -> None:
-    def body(rank: Rank) -> None:
-        if rank.rank == victim:
-            group.kill(victim)
-            return
-        with pytest.raises(PeerLostError, match=rf"rank {victim} \(host0\) is gone"):
-            gather(rank, 5000, 1)
-
-    with Group([3], direct_bytes=1) as group:
-        group.run(lambda rank: gather(rank, 5000))
-        group.run(body)
+@on_ranks([3], direct_bytes=1)
+def test_ranks_that_wait_for_the_addresses_of_one_that_is_gone_are_told(rank: Rank, victim: int) -> None:
+    gather(rank, 5000)
+    rank.meet()
+    if rank.rank == victim:
+        rank.group.kill(victim)
+        return
+    with pytest.raises(PeerLostError, match=rf"rank {victim} \(host0\) is gone"):
+        gather(rank, 5000, 1)
 
 
-def numbers(dtype: str, rows: int, seed: int) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    kind = np.dtype(NUMPY_OF_DTYPE[dtype])
-    if kind.kind == "f":
-        return (rng.standard_normal((rows, 3)) * 10.0 ** rng.integers(-3, 4, (rows, 3))).astype(kind)
-    return rng.integers(0, 2 if kind == np.bool_ else 100, (rows, 3)).astype(kind)
-
-
-@pytest.mark.parametrize("hosts", [[2], [3], [5]], ids=str)
-@pytest.mark.parametrize("dtype", sorted(NUMPY_OF_DTYPE))
-def test_the_bits_are_those_of_an_allreduce(hosts: list[int], dtype: str) -> None:
-    ops = ["sum", "min", "max", "product", *(["average"] if dtype != "bool" else [])]
-    ops = ops[:1] if native_build.FLAVOUR else ops  # no sanitizer looks at numbers
-
-    def body(rank: Rank) -> None:
-        for op, rows in itertools.product(ops, (1, rank.size, 1000, 20_001)):
-            values = numbers(dtype, rows, rank.rank)
-            factors = {"postscale": 0.7} if op == "average" and values.dtype.kind == "f" else {}
-            whole = rank.allreduce(values.copy(), f"a{rows}", op, **factors)
-            got = rank.reducescatter(values, f"s{rows}", op, **factors)
-            assert got.tobytes() == whole[rows_of(rows, rank.size, rank.rank)].tobytes(), (op, rows)
-
-    with recorded_stderr() as said:
-        run_ranks(body, hosts, segment_bytes=1 << 15, direct_bytes=1, log_level=INFO)
-        assert said().count(READS) == 1
-
-
-@pytest.mark.parametrize(("size", "segment_bytes"), [(2, 1 << 12), (3, 1 << 12), (9, 1 << 15), (17, 1 << 15)])
-def test_slots_without_room_for_what_is_read_at_once(size: int, segment_bytes: int) -> None:
-    def body(rank: Rank) -> None:
-        for turn in range(2):
-            for rows in (10, 3000):
-                got = rank.reducescatter(np.arange(rows) * (rank.rank + turn), str(rows))
-                factor = size * (size - 1) // 2 + size * turn
-                assert np.array_equal(got, np.arange(rows)[rows_of(rows, size, rank.rank)] * factor)
-
-    run_ranks(body, [size], segment_bytes=segment_bytes, direct_bytes=1, spin_us=0)
+@pytest.mark.parametrize(
+    ("hosts", "segment_bytes"), [([2], 1 << 12), ([3], 1 << 12), ([9], 1 << 15), ([17], 1 << 15)], ids=str
+)
+@on_ranks("hosts", "segment_bytes", direct_bytes=1, spin_us=0)
+def test_slots_without_room_for_what_is_read_at_once(rank: Rank) -> None:
+    size = rank.size
+    for turn in range(2):
+        for rows in (10, 3000):
+            got = rank.reducescatter(np.arange(rows) * (rank.rank + turn), str(rows))
+            factor = size * (size - 1) // 2 + size * turn
+            assert np.array_equal(got, np.arange(rows)[rows_of(rows, size, rank.rank)] * factor)

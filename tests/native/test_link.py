@@ -2,7 +2,6 @@
 
 import os
 import random
-import re
 import socket
 from dataclasses import replace
 from types import ModuleType
@@ -15,7 +14,8 @@ from fabric import close_setup, make_setups
 from hypothesis import given
 from hypothesis import strategies as st
 from links import CONTROL, DATA
-from ranks import Group, Rank, on_ranks
+from ranks import Group, Rank, Written, on_ranks
+from wire_oracle import framed
 
 from horo.bootstrap.host.grouping import control_peers, data_peers
 from horo.core.context import Context
@@ -24,23 +24,6 @@ from horo.errors import HoroError, InternalError, PeerLostError, UsageError
 FRAME_MAX = 64 << 20
 NOISE = random.Random(3)
 GATHER = oracle.request(oracle.Request("g", op=oracle.ALLGATHER, tensors=(oracle.Tensor(7, (0, 5)),) * 2))
-
-
-@on_ranks([1, 1], [2, 1, 1])
-def test_messages_of_every_length_pass_between_hosts(rank: Rank) -> None:
-    """First requests, which carry their name, then ids: four bytes more for each that is submitted at once."""
-    for _ in range(2):
-        for length in range(1, 140):
-            rank.finish(rank.submit("barrier", "n" * length, []))
-    for count in range(1, 40):
-        arrays = [np.full(1, float(i)) for i in range(count)]
-        handles = [rank.submit("allreduce", f"a{i}", [a], reduce_op=1) for i, a in enumerate(arrays)]
-        rank.finish(*handles)
-        assert arrays == [rank.size * i for i in range(count)]
-
-
-def framed(message: bytes) -> bytes:
-    return len(message).to_bytes(4, "little") + message
 
 
 @pytest.mark.parametrize(
@@ -61,17 +44,16 @@ def framed(message: bytes) -> bytes:
     ],
 )
 @pytest.mark.parametrize("sender", [0, 1])
-def test_bytes_that_are_no_message_end_the_job(said: bytes, sender: int, capfd: pytest.CaptureFixture[str]) -> None:
-    with Group([1, 1]) as group:
-        group.say(sender, said)
-
-        def body(rank: Rank) -> None:
-            with pytest.raises(InternalError):
-                while True:  # the root may be done with the first before the other can tell
-                    rank.barrier()
-
-        group.run(body)
-    assert "the engine stops: internal error" in capfd.readouterr().err
+@on_ranks([1, 1])
+def test_bytes_that_are_no_message_end_the_job(rank: Rank, said: bytes, sender: int, written: Written) -> None:
+    if rank.rank == 0:
+        rank.group.say(sender, said)
+    rank.meet()
+    with pytest.raises(InternalError):
+        while True:  # the root may be done with the first before the other can tell
+            rank.barrier()
+    rank.meet()
+    assert "the engine stops: internal error" in written()
 
 
 SILENT, CLOSED = 3, 2
@@ -88,19 +70,13 @@ TOLD = {
 
 
 @pytest.mark.parametrize("reason", [SILENT, CLOSED])
-def test_all_are_told_between_which_two_ranks_a_connection_is_broken(reason: int) -> None:
-    with Group([1, 1, 1]) as group:
-
-        def body(rank: Rank) -> str:
-            with pytest.raises(PeerLostError) as error:
-                rank.barrier(f"of {rank.rank}")  # which no other rank calls
-            return str(error.value)
-
-        group.say(0, framed(oracle.lost_message(1, -40, reason, 2)))  # to rank 1, which passes it on
-        told = group.run(body)
+@on_ranks([1, 1, 1])
+def test_all_are_told_between_which_two_ranks_a_connection_is_broken(rank: Rank, reason: int) -> None:
+    if rank.rank == 0:
+        rank.group.say(0, framed(oracle.lost_message(1, -40, reason, 2)))  # to rank 1, which passes it on
     seen, own = TOLD[reason]
-    for text, expected in zip(told, (seen, own, seen), strict=True):
-        assert re.match(expected, text), text
+    with pytest.raises(PeerLostError, match="^" + (own if rank.rank == 1 else seen)):
+        rank.barrier(f"of {rank.rank}")  # which no other rank calls
 
 
 def test_a_leader_that_reads_nothing_is_out_of_reach() -> None:
@@ -183,30 +159,22 @@ def test_without_any_links_for_data_what_moves_none_works(rank: Rank) -> None:
 PIECE_BYTES = 1 << 17
 
 
-def collectives(rank: Rank) -> None:
-    """With sizes of one piece and of many, at once."""
-    for size in (1, 2, 3, 1000, 4097, 300_000):
-        numbers = np.arange(size, dtype=np.float64)
-        arrays = [numbers * (rank.rank + 1) for _ in range(3)]
-        rank.finish(*[rank.submit("allreduce", f"{size} {i}", [each], reduce_op=1) for i, each in enumerate(arrays)])
-        assert all(np.array_equal(each, numbers * (rank.size * (rank.size + 1) // 2)) for each in arrays)
-        gathered, rows = rank.allgather(np.full(size + rank.rank, rank.rank, np.int32))
-        assert rows == [size + other for other in range(rank.size)]
-        assert np.array_equal(gathered, np.repeat(np.arange(rank.size), rows))
-        for root in range(rank.size):
-            assert set(rank.broadcast(np.full(size, rank.rank, np.int32), root)) == {root}
-
-
-@pytest.mark.parametrize("sockets", [2, 8])
-def test_waits_sleep_on_every_socket(sockets: int) -> None:
+@pytest.mark.parametrize("sockets_per_peer", [2, 8])
+@on_ranks([1, 1, 1], "sockets_per_peer", tcp=True, spin_us=0, segment_bytes=1 << 21)
+def test_waits_sleep_on_every_socket(rank: Rank, sockets_per_peer: int) -> None:
     """Nobody spins, and segments of many pieces keep all sockets busy."""
-    hosts, options = [1, 1, 1], {"sockets_per_peer": sockets, "spin_us": 0, "segment_bytes": 1 << 21}
-    with Group(hosts, tcp=True, **options) as group:
-        group.run(collectives)
-        assert all(context.counters()["sleeps"] > 0 for context in group.contexts)
-        for rank in range(len(hosts)):
-            received = [received_bytes(group.data_end(rank, number)) for number in range(2 * sockets)]
-            assert min(received) > 0, received
+    numbers = np.arange(300_000, dtype=np.float64)
+    for size in (1, 2, 3, 1000, 4097, 300_000):
+        arrays = [numbers[:size] * (rank.rank + 1) for _ in range(3)]
+        rank.finish(*[rank.submit("allreduce", f"{size} {i}", [each], reduce_op=1) for i, each in enumerate(arrays)])
+        assert all(np.array_equal(each, numbers[:size] * 6) for each in arrays)
+        rank.allgather(numbers[:size])
+        for root in range(3):
+            rank.broadcast(np.full(size, rank.rank), root)
+    rank.meet()
+    assert rank.context.counters()["sleeps"] > 0
+    received = [received_bytes(rank.group.data_end(rank.rank, number)) for number in range(2 * sockets_per_peer)]
+    assert min(received) > 0, received
 
 
 def test_the_bytes_are_shared_among_the_sockets() -> None:
@@ -224,23 +192,14 @@ def received_bytes(end: socket.socket) -> int:
     return int.from_bytes(info[128:136], "little")
 
 
-@pytest.mark.parametrize("hosts", [[1, 1], [2, 2]], ids=str)
 @pytest.mark.parametrize("number", [0, 2])
-def test_a_rank_that_loses_one_socket_is_lost(hosts: list[int], number: int) -> None:
-    broken: list[socket.socket] = []
-
-    def body(rank: Rank) -> str:
-        with pytest.raises(PeerLostError) as caught:
-            for turn in range(1000):
-                if turn == 3 and rank.rank == 0:
-                    broken[0].shutdown(socket.SHUT_RDWR)
-                rank.allreduce(np.ones(200_000, np.float32))
-        return str(caught.value)
-
-    with Group(hosts, sockets_per_peer=3, tcp=True) as group:
-        broken.append(group.data_end(0, number))
-        said = group.run(body)
-    assert all("rank 0" in text or f"rank {hosts[0]}" in text for text in said), said
+@on_ranks([1, 1], [2, 2], sockets_per_peer=3, tcp=True)
+def test_a_rank_that_loses_one_socket_is_lost(rank: Rank, hosts: list[int], number: int) -> None:
+    with pytest.raises(PeerLostError, match=f"rank (0|{hosts[0]}) "):
+        for turn in range(1000):
+            if turn == 3 and rank.rank == 0:
+                rank.group.data_end(0, number).shutdown(socket.SHUT_RDWR)
+            rank.allreduce(np.ones(200_000, np.float32))
 
 
 def test_no_descriptor_is_left() -> None:

@@ -1,14 +1,13 @@
 """Operations that are alone in their team are agreed on by counting, and mix with all else."""
 
 import itertools
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, describe, run_ranks, wait_for
+from ranks import Rank, describe, on_ranks, run_ranks, wait_for
 
 from horo.core import context
 from horo.errors import AbortedError, HoroError, PeerLostError, UsageError
@@ -34,24 +33,19 @@ def until_counted(rank: Rank, steps: Callable[[], None]) -> int:
             return counted(rank)
 
 
-def test_a_long_spin_counts_as_well_and_ends_with_the_time_of_its_wait() -> None:
+@on_ranks([2], spin_us=60_000_000, sleeps_under_contention=False)
+def test_a_long_spin_counts_as_well_and_ends_with_the_time_of_its_wait(rank: Rank) -> None:
     """A minute, which a wait that heeded nothing else would take; ``HORO_SPIN_US`` may be a second."""
-    has_looked = threading.Event()
-
-    def body(rank: Rank) -> int:
-        many = until_counted(rank, lambda: allreduce(rank, 1, 3))
-        if rank.rank == 0:
-            handle = rank.submit("barrier", "late", [], sync=True)
-            status = context.lib.horo_wait(rank.context._context, handle, 2, context.ffi.NULL, 0)
-            has_looked.set()
-            assert status == context.lib.HORO_IN_PROGRESS
-            rank.finish(handle)
-        else:
-            assert has_looked.wait(30)
-            rank.barrier("late")
-        return many
-
-    assert min(run_ranks(body, [2], spin_us=60_000_000, sleeps_under_contention=False)) > 0
+    assert until_counted(rank, lambda: allreduce(rank, 1, 3)) > 0
+    if rank.rank == 0:
+        handle = rank.submit("barrier", "late", [], sync=True)
+        status = context.lib.horo_wait(rank.context._context, handle, 2, context.ffi.NULL, 0)
+        rank.mark("has looked")
+        assert status == context.lib.HORO_IN_PROGRESS
+        rank.finish(handle)
+    else:
+        rank.await_mark("has looked", timeout_s=30)
+        rank.barrier("late")
 
 
 def allreduce(rank: Rank, step: int, count: int, name: str = "s", **options: Any) -> None:
@@ -142,127 +136,102 @@ OPERATIONS: list[Callable[[Rank, int, int], None]] = [
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
-@pytest.mark.parametrize(("ranks", "count"), [*itertools.product([2, 3], [1, 1500, 40_000])])
-def test_each_operation_is_counted_and_right(operation: Callable[..., None], ranks: int, count: int) -> None:
+@pytest.mark.parametrize(("hosts", "count"), [*itertools.product([[2], [3]], [1, 1500, 40_000])])
+@on_ranks("hosts", **PATIENT)
+def test_each_operation_is_counted_and_right(rank: Rank, operation: Callable[..., None], count: int) -> None:
     times = TIMES if count < 40_000 else 20
-
-    def body(rank: Rank) -> int:
-        return until_counted(rank, lambda: [operation(rank, step, count) for step in range(times)])
-
-    counts = run_ranks(body, (ranks,), **PATIENT)
-    assert len(set(counts)) == 1 and counts[0] > 0
+    many = until_counted(rank, lambda: [operation(rank, step, count) for step in range(times)])
+    assert many > 0 and rank.is_common("counted", many)
 
 
 @pytest.mark.parametrize("op", ["allgather", "alltoall"])
-def test_an_output_that_only_fits_what_other_ranks_did_not_tell_is_left_alone(op: str) -> None:
-    def body(rank: Rank) -> None:
-        rows = 3
+@on_ranks([2], **PATIENT)
+def test_an_output_that_only_fits_what_other_ranks_did_not_tell_is_left_alone(rank: Rank, op: str) -> None:
+    rows = 3
 
-        def step() -> None:
-            into(op)(rank, 0, rows)
-            more = rows + rank.rank
-            splits = [more] * rank.size if op == "alltoall" else []
-            mine = np.full((more * (rank.size if splits else 1), 2), rank.rank, np.int32)
-            got = np.full((more * rank.size, 2), -1, np.int32)
-            tensor = describe([mine], [got])[0]._replace(splits=splits)
-            with pytest.raises(UsageError, match=f"the result has {8 * 7} bytes, but its output has {got.nbytes}"):
-                rank.context.run(context.RequestBuffer.of(context.OPS[op], "odd", [tensor], sync=True, into=True))
-            assert (got == -1).all()
+    def step() -> None:
+        into(op)(rank, 0, rows)
+        more = rows + rank.rank
+        splits = [more] * rank.size if op == "alltoall" else []
+        mine = np.full((more * (rank.size if splits else 1), 2), rank.rank, np.int32)
+        got = np.full((more * rank.size, 2), -1, np.int32)
+        tensor = describe([mine], [got])[0]._replace(splits=splits)
+        with pytest.raises(UsageError, match=f"the result has {8 * 7} bytes, but its output has {got.nbytes}"):
+            rank.context.run(context.RequestBuffer.of(context.OPS[op], "odd", [tensor], sync=True, into=True))
+        assert (got == -1).all()
 
-        until_counted(rank, step)
-
-    run_ranks(body, [2], **PATIENT)
+    until_counted(rank, step)
 
 
-def test_the_first_use_of_a_name_is_agreed_on_by_the_leader() -> None:
-    def body(rank: Rank) -> int:
-        for step in range(20):
-            allreduce(rank, 0, 4, f"name {step}")
-        return counted(rank)
-
-    assert run_ranks(body, **PATIENT) == [0, 0]
+@on_ranks([2], **PATIENT)
+def test_the_first_use_of_a_name_is_agreed_on_by_the_leader(rank: Rank) -> None:
+    for step in range(20):
+        allreduce(rank, 0, 4, f"name {step}")
+    assert counted(rank) == 0
 
 
 @pytest.mark.parametrize(
-    ("hosts", "options"),
-    [((1, 1), PATIENT), ((2,), PATIENT | {"spin_us": 0}), ((2,), PATIENT | {"cycle_time_us": 100}), ((1,), PATIENT)],
+    ("hosts", "spin_us", "cycle_time_us"),
+    [((1, 1), 10_000, 0), ((2,), 0, 0), ((2,), 10_000, 100), ((1,), 10_000, 0)],
     ids=["hosts", "no spinning", "cycles", "one rank"],
 )
-def test_where_nobody_counts_all_is_as_ever(hosts: Sequence[int], options: dict[str, Any]) -> None:
-    def body(rank: Rank) -> int:
-        for step in range(20):
-            allreduce(rank, step, 10)
-        return counted(rank)
-
-    assert set(run_ranks(body, hosts, **options)) == {0}
+@on_ranks("hosts", "spin_us", "cycle_time_us", sleeps_under_contention=False)
+def test_where_nobody_counts_all_is_as_ever(rank: Rank) -> None:
+    for step in range(20):
+        allreduce(rank, step, 10)
+    assert counted(rank) == 0
 
 
-def test_more_rows_than_there_is_room_for_are_told_to_the_leader() -> None:
+@on_ranks([2], **PATIENT)
+def test_more_rows_than_there_is_room_for_are_told_to_the_leader(rank: Rank) -> None:
     arrays = [np.full(3, i, np.int32) for i in range(200)]
-
-    def body(rank: Rank) -> int:
-        for _ in range(5):
-            tensors = describe(arrays, arrays)
-            handle = rank.context.submit(context.RequestBuffer.of(context.OPS["allgather"], "g", tensors, sync=True))
-            rank.context.wait(handle)
-            for i, array in enumerate(arrays):
-                data, _ = rank.context.take_result(handle, i)
-                assert np.frombuffer(data, np.int32).tolist() == array.tolist() * rank.size
-            rank.context.release(handle)
-        return counted(rank)
-
-    assert run_ranks(body, **PATIENT) == [0, 0]
+    for _ in range(5):
+        tensors = describe(arrays, arrays)
+        handle = rank.context.submit(context.RequestBuffer.of(context.OPS["allgather"], "g", tensors, sync=True))
+        rank.context.wait(handle)
+        for i, array in enumerate(arrays):
+            data, _ = rank.context.take_result(handle, i)
+            assert np.frombuffer(data, np.int32).tolist() == array.tolist() * rank.size
+        rank.context.release(handle)
+    assert counted(rank) == 0
 
 
-def test_a_rank_that_is_late_is_waited_for_asleep() -> None:
-    with Group((3,), spin_us=200) as group:
-
-        def sleeps(rank: Rank) -> list[int]:
-            """Of the other ranks."""
-            return [c.counters()["sleeps"] for r, c in enumerate(group.contexts) if r != rank.rank]
-
-        def body(rank: Rank) -> None:
-            for step in range(10):
-                if rank.rank == step % 3:
-                    before = sleeps(rank)
-                    assert asleep[step].wait(20)
-                    wait_for(lambda b=before: all(now > n for now, n in zip(sleeps(rank), b, strict=True)))
-                else:
-                    asleep[step].set()
-                allreduce(rank, step, 10)
-
-        asleep = [threading.Event() for _ in range(10)]
-        group.run(body)
+@on_ranks([3], spin_us=200)
+def test_a_rank_that_is_late_is_waited_for_asleep(rank: Rank) -> None:
+    others = [context for r, context in enumerate(rank.group.contexts) if r != rank.rank]
+    for step in range(10):
+        if rank.rank == step % 3:
+            before = [other.counters()["sleeps"] for other in others]
+            rank.await_mark(step)
+            for other, sleeps in zip(others, before, strict=True):
+                wait_for(lambda other=other, sleeps=sleeps: other.counters()["sleeps"] > sleeps)  # type: ignore[misc]
+        else:
+            rank.mark(step)
+        allreduce(rank, step, 10)
 
 
-def test_ranks_that_wait_for_different_operations_at_once_get_the_result_of_each() -> None:
-    meet = threading.Barrier(2)
-
-    def body(rank: Rank) -> None:
-        for step in range(30):
-            own = {"a": np.full(3, rank.rank + 1.0), "b": np.full(3, 10.0 * (rank.rank + 1))}
-            handles = []
-            for name in "ba" if rank.rank == 1 and step > 0 else "ab":  # both are known after the first step
-                meet.wait(20)
-                handles.append(rank.submit("allreduce", name, [own[name]], reduce_op=SUM, sync=True))
-                context.lib.horo_wait(rank.context._context, handles[-1], 20, context.ffi.NULL, 0)
-            rank.finish(*handles)
-            assert (own["a"] == 3).all() and (own["b"] == 30).all()
-
-    run_ranks(body, [2], **PATIENT)
+@on_ranks([2], **PATIENT)
+def test_ranks_that_wait_for_different_operations_at_once_get_the_result_of_each(rank: Rank) -> None:
+    for step in range(30):
+        own = {"a": np.full(3, rank.rank + 1.0), "b": np.full(3, 10.0 * (rank.rank + 1))}
+        handles = []
+        for name in "ba" if rank.rank == 1 and step > 0 else "ab":  # both are known after the first step
+            rank.meet()
+            handles.append(rank.submit("allreduce", name, [own[name]], reduce_op=SUM, sync=True))
+            context.lib.horo_wait(rank.context._context, handles[-1], 20, context.ffi.NULL, 0)
+        rank.finish(*handles)
+        assert (own["a"] == 3).all() and (own["b"] == 30).all()
 
 
-def test_places_in_the_log_are_told_apart_after_more_bytes_than_the_word_has_room_for() -> None:
-    def body(rank: Rank) -> int:
-        for step in range(2600):
-            rank.allreduce(np.ones(1, np.float32), f"{step} ".ljust(1000, "x"))
-            if step % 100 == 0:
-                for again in range(3):
-                    allreduce(rank, again, 4)
-        return until_counted(rank, lambda: allreduce(rank, 0, 4))
-
-    counts = run_ranks(body, **PATIENT)
-    assert counts[0] == counts[1] > 0
+@on_ranks([2], **PATIENT)
+def test_places_in_the_log_are_told_apart_after_more_bytes_than_the_word_has_room_for(rank: Rank) -> None:
+    for step in range(2600):
+        rank.allreduce(np.ones(1, np.float32), f"{step} ".ljust(1000, "x"))
+        if step % 100 == 0:
+            for again in range(3):
+                allreduce(rank, again, 4)
+    many = until_counted(rank, lambda: allreduce(rank, 0, 4))
+    assert many > 0 and rank.is_common("counted", many)
 
 
 def test_teams_count_by_themselves() -> None:
@@ -288,39 +257,29 @@ def test_teams_count_by_themselves() -> None:
     ("how", "error"), [("leave", AbortedError), ("kill", PeerLostError), ("end", PeerLostError)], ids=str
 )
 @pytest.mark.parametrize("gone", [0, 1])
-def test_who_is_counted_in_is_told_of_a_rank_that_is_gone(how: str, error: type[HoroError], gone: int) -> None:
-    have_finished = threading.Barrier(3)  # one that still waits in the last step would get the error there
-    with Group((3,), **PATIENT) as group:
-
-        def body(rank: Rank) -> None:
-            for step in range(50):
-                allreduce(rank, step, 4)
-            have_finished.wait(30)
-            if rank.rank != gone:
-                with pytest.raises(error, match=f"rank {gone}"):
-                    allreduce(rank, 50, 4)
-            elif how == "end":
-                rank.context.end("it is over")
-            else:
-                (group.leave if how == "leave" else group.kill)(gone)
-
-        group.run(body)
+@on_ranks([3], **PATIENT)
+def test_who_is_counted_in_is_told_of_a_rank_that_is_gone(
+    rank: Rank, how: str, error: type[HoroError], gone: int
+) -> None:
+    for step in range(50):
+        allreduce(rank, step, 4)
+    rank.meet()  # one that still waits in the last step would get the error there
+    if rank.rank != gone:
+        with pytest.raises(error, match=f"rank {gone}"):
+            allreduce(rank, 50, 4)
+    elif how == "end":
+        rank.context.end("it is over")
+    else:
+        (rank.group.leave if how == "leave" else rank.group.kill)(gone)
 
 
-def test_a_name_in_use_keeps_its_id_while_others_come_and_go() -> None:
+@on_ranks([2], cache_capacity=2, **PATIENT)
+def test_a_name_in_use_keeps_its_id_while_others_come_and_go(rank: Rank) -> None:
     """There are two places for names. One name is used all the time, and each of the others once."""
-    steps = 400
-
-    def body(rank: Rank) -> int:
-        for name in ("used", "idle"):
-            rank.allreduce(np.ones(1, np.float32), name)
-        hits = 0
-        for step in range(steps):
-            rank.allreduce(np.ones(1, np.float32), f"newcomer {step}")
-            before = rank.context.counters()["cache_hits"]
-            rank.run("allreduce", "used", [np.ones(1, np.float32)], reduce_op=SUM)
-            hits += rank.context.counters()["cache_hits"] - before
-        return hits
-
-    with Group((2,), cache_capacity=2, **PATIENT) as group:
-        assert group.run(body) == [steps, steps]
+    for name in ("used", "idle"):
+        rank.allreduce(np.ones(1, np.float32), name)
+    for step in range(400):
+        rank.allreduce(np.ones(1, np.float32), f"newcomer {step}")
+        before = rank.context.counters()["cache_hits"]
+        rank.run("allreduce", "used", [np.ones(1, np.float32)], reduce_op=SUM)
+        assert rank.context.counters()["cache_hits"] == before + 1

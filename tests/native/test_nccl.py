@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from device_group import SUM, Gpu, Nccl, on_gpu
-from ranks import Group, Rank, run_ranks
+from ranks import Rank, on_ranks, run_ranks
 
 from horo.core import context
 
@@ -19,8 +19,9 @@ def test_nccl_takes_values_behind_the_programs_work_and_it_goes_on_behind_the_re
     gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], length: int
 ) -> None:
     """No value passes the host, and no thread waits for the GPU: the call is over while the GPU stands still."""
+    size = sum(hosts)
 
-    def body(rank: Rank) -> np.ndarray:
+    def body(rank: Rank) -> None:
         own = on_gpu(rank, gpu, nccl)
         array = np.full(length, rank.rank, np.float32)
         gate = gpu.hold(own.stream)
@@ -32,22 +33,19 @@ def test_nccl_takes_values_behind_the_programs_work_and_it_goes_on_behind_the_re
         gpu.open(gate)
         gpu.synchronize(own.stream)
         own.close()
-        return gpu.get(source, array)
+        np.testing.assert_array_equal(gpu.get(source, array), np.full(length, size * (size - 1) / 2 + 0.5))
 
-    results = run_ranks(body, hosts)
-    size = sum(hosts)
-    for result in results:
-        np.testing.assert_array_equal(result, np.full(length, size * (size - 1) / 2 + 0.5, np.float32))
+    run_ranks(body, hosts)
     assert gpu.counts()["pinned_ever"] == 0
     assert nccl.counts()["launched"] == (size if length else 0)
     assert (nccl.counts()["destroys"], nccl.counts()["aborts"]) == (size, 0)
 
 
-@pytest.mark.parametrize("hosts", [(2,), (1, 1, 1)])
 @pytest.mark.parametrize("op", ["sum", "average", "min", "max", "product"])
-def test_every_reduction_of_every_dtype_of_nccl(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], op: str) -> None:
+@on_ranks((2,), (1, 1, 1))
+def test_every_reduction_of_every_dtype_of_nccl(rank: Rank, gpu: Gpu, nccl: Nccl, op: str) -> None:
     """Averages of integers are staged: NCCL divides what it sums as floats only."""
-    size = sum(hosts)
+    size = rank.size
     numbers = [np.arange(50) % 5 * 4 + 4 * (r + 1) for r in range(size)]  # of which an average is exact in all dtypes
     if op == "product":
         numbers = [each // 4 for each in numbers]
@@ -57,36 +55,27 @@ def test_every_reduction_of_every_dtype_of_nccl(gpu: Gpu, nccl: Nccl, hosts: tup
         "max": np.max(numbers, axis=0), "product": np.prod(numbers, axis=0),
     }[op]  # fmt: skip
     chosen = [*(integers if op != "product" else integers[2:]), "float16", "float32", "float64"]
-
-    def body(rank: Rank) -> list[np.ndarray]:
-        own = on_gpu(rank, gpu, nccl)
-        found = [own.allreduce(numbers[rank.rank].astype(name), name, op) for name in chosen]
-        own.close()
-        return found
-
-    results = run_ranks(body, hosts)
-    for found in results:
-        for name, values in zip(chosen, found, strict=True):
-            tolerance = 2e-3 if name == "float16" and op == "average" else 1e-6
-            np.testing.assert_allclose(values.astype(float), expected.astype(name), rtol=tolerance, err_msg=name)
+    own = on_gpu(rank, gpu, nccl)
+    for name in chosen:
+        values = own.allreduce(numbers[rank.rank].astype(name), name, op)
+        tolerance = 2e-3 if name == "float16" and op == "average" else 1e-6
+        np.testing.assert_allclose(values.astype(float), expected.astype(name), rtol=tolerance, err_msg=name)
+    own.close()
+    rank.meet()
     assert nccl.counts()["launched"] == size * (3 if op == "average" else len(chosen))
 
 
-def test_factors_are_one_premultiplied_sum(gpu: Gpu, nccl: Nccl) -> None:
-    def body(rank: Rank) -> list[float]:
-        own = on_gpu(rank, gpu, nccl)
-        found = []
-        for dtype in ("float16", "float32", "float64"):
-            mine = np.full(9, rank.rank + 1, dtype)
-            found += own.allreduce(mine, dtype, "average", prescale=2.0, postscale=8.0).tolist()
-        bits = np.array([0x3F80, 0x4000], np.int16)  # 1 and 2
-        scaled = {"dtype": context.DTYPES["bfloat16"], "prescale": 0.5, "postscale": 3.0}
-        assert own.allreduce(bits, "bfloat16", **scaled).view(np.uint16).tolist() == [0x40C0, 0x4140]  # 6 and 12
-        own.close()
-        return found
-
-    with Group((3, 1)) as group:
-        assert group.run(body) == [[40.0] * 27] * 4
+@on_ranks((3, 1))
+def test_factors_are_one_premultiplied_sum(rank: Rank, gpu: Gpu, nccl: Nccl) -> None:
+    own = on_gpu(rank, gpu, nccl)
+    for dtype in ("float16", "float32", "float64"):
+        mine = np.full(9, rank.rank + 1, dtype)
+        assert own.allreduce(mine, dtype, "average", prescale=2.0, postscale=8.0).tolist() == [40.0] * 9
+    bits = np.array([0x3F80, 0x4000], np.int16)  # 1 and 2
+    scaled = {"dtype": context.DTYPES["bfloat16"], "prescale": 0.5, "postscale": 3.0}
+    assert own.allreduce(bits, "bfloat16", **scaled).view(np.uint16).tolist() == [0x40C0, 0x4140]  # 6 and 12
+    own.close()
+    rank.meet()
     assert nccl.counts()["launched"] == 16
 
 
@@ -94,54 +83,38 @@ CALLS = 900
 
 
 @pytest.mark.parametrize("op", ["allreduce", "reducescatter"])
-def test_a_batch_of_many_calls_is_one_launch(gpu: Gpu, nccl: Nccl, op: str) -> None:
+@on_ranks((3,), cycle_time_us=200_000)
+def test_a_batch_of_many_calls_is_one_launch(rank: Rank, gpu: Gpu, nccl: Nccl, op: str) -> None:
     """A reduction of rows that cannot be equally many is a call for each rank."""
-    size = 3
-
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl)
-        mine = np.arange(4, dtype=np.float32)
-        output = np.zeros(2 if rank.rank == 0 else 1, np.float32) if op == "reducescatter" else np.zeros_like(mine)
-        begun = [own.submit(op, f"x{n}", mine, output, reduce_op=SUM) for n in range(CALLS)]
-        for handle, _, target in begun:
-            own.finish(handle)
-            first = 0 if op == "allreduce" or rank.rank == 0 else rank.rank + 1
-            gpu.synchronize(own.stream)
-            assert gpu.get(target, output).tolist() == (mine * size)[first : first + len(output)].tolist()
-        own.close()
-
-    run_ranks(body, (size,), cycle_time_us=200_000)
-    assert nccl.counts()["launched"] == CALLS * size * (size if op == "reducescatter" else 1)
+    own = on_gpu(rank, gpu, nccl)
+    mine = np.arange(4, dtype=np.float32)
+    output = np.zeros(2 if rank.rank == 0 else 1, np.float32) if op == "reducescatter" else np.zeros_like(mine)
+    begun = [own.submit(op, f"x{n}", mine, output, reduce_op=SUM) for n in range(CALLS)]
+    for handle, _, target in begun:
+        own.finish(handle)
+        first = 0 if op == "allreduce" or rank.rank == 0 else rank.rank + 1
+        gpu.synchronize(own.stream)
+        assert gpu.get(target, output).tolist() == (mine * 3)[first : first + len(output)].tolist()
+    own.close()
+    rank.meet()
+    assert nccl.counts()["launched"] == CALLS * 3 * (3 if op == "reducescatter" else 1)
 
 
-@pytest.mark.parametrize("hosts", HOSTS)
-def test_broadcast_and_reducescatter(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...]) -> None:
+@on_ranks(*HOSTS)
+def test_broadcast_and_reducescatter(rank: Rank, gpu: Gpu, nccl: Nccl) -> None:
     """The rows of a reduce-scatter need not be equally many."""
-    size = sum(hosts)
-
-    def body(rank: Rank) -> list[np.ndarray]:
-        own = on_gpu(rank, gpu, nccl)
-        found = [
-            own.run("broadcast", f"b{root}", np.full(3, 10 * rank.rank, np.int16), root_rank=root)
-            for root in range(size)
-        ]
-        found.append(own.run("broadcast", "elsewhere", np.full(3, rank.rank, np.int16), np.zeros(3, np.int16)))
-        for rows in (size, size + 1, 1, 0, 2 * size):
-            mine = np.arange(rows * 2, dtype=np.float32).reshape(rows, 2) * (rank.rank + 1)
-            share = len(np.array_split(np.arange(rows), size)[rank.rank])
-            output = np.zeros((share, 2), np.float32)
-            found.append(own.run("reducescatter", f"r{rows}", mine, output, reduce_op=SUM))
-        own.close()
-        return found
-
-    results = run_ranks(body, hosts)
-    for mine, found in enumerate(results):
-        for root in range(size):
-            np.testing.assert_array_equal(found[root], np.full(3, 10 * root))
-        np.testing.assert_array_equal(found[size], np.zeros(3))
-        for rows, share in zip((size, size + 1, 1, 0, 2 * size), found[size + 1 :], strict=True):
-            whole = np.arange(rows * 2).reshape(rows, 2) * (size * (size + 1) / 2)
-            np.testing.assert_array_equal(share, np.array_split(whole, size)[mine])
+    size, own = rank.size, on_gpu(rank, gpu, nccl)
+    for root in range(size):
+        got = own.run("broadcast", f"b{root}", np.full(3, 10 * rank.rank, np.int16), root_rank=root)
+        np.testing.assert_array_equal(got, np.full(3, 10 * root))
+    got = own.run("broadcast", "elsewhere", np.full(3, rank.rank, np.int16), np.zeros(3, np.int16))
+    np.testing.assert_array_equal(got, np.zeros(3))
+    for rows in (size, size + 1, 1, 0, 2 * size):
+        mine = np.arange(rows * 2, dtype=np.float32).reshape(rows, 2)
+        wanted = np.array_split(mine * (size * (size + 1) / 2), size)[rank.rank]
+        got = own.run("reducescatter", f"r{rows}", mine * (rank.rank + 1), np.zeros_like(wanted), reduce_op=SUM)
+        np.testing.assert_array_equal(got, wanted)
+    own.close()
     assert gpu.counts()["pinned_ever"] == 0
 
 
@@ -168,23 +141,22 @@ STAGED = {
 
 
 @pytest.mark.parametrize("case", STAGED.values(), ids=STAGED)
-def test_what_nccl_lacks_is_staged(gpu: Gpu, nccl: Nccl, case: tuple[str, type, dict[str, Any], np.ndarray]) -> None:
+@on_ranks((1, 1))
+def test_what_nccl_lacks_is_staged(
+    rank: Rank, gpu: Gpu, nccl: Nccl, case: tuple[str, type, dict[str, Any], np.ndarray]
+) -> None:
     op, dtype, options, expected = case
-
-    def body(rank: Rank) -> np.ndarray:
-        own = on_gpu(rank, gpu, nccl)
-        mine = (V * (rank.rank + 1)).astype(dtype)
-        output = mine[:4].copy() if op == "reducescatter" else None
-        if op in ("allgather", "alltoall"):
-            found = own.gathered(own.submit(op, "x", mine, **options)[0], mine)
-        else:
-            found = own.run(op, "x", mine, output, **options)
-        own.close()
-        return found.copy()
-
-    found = run_ranks(body, (1, 1))
-    one = op in ("reducescatter", "alltoall")  # each rank has a part
-    np.testing.assert_array_equal(np.concatenate(found) if one else found[0], expected.astype(dtype))
-    assert one or np.array_equal(*found)
+    own = on_gpu(rank, gpu, nccl)
+    mine = (V * (rank.rank + 1)).astype(dtype)
+    output = mine[:4].copy() if op == "reducescatter" else None
+    if op in ("allgather", "alltoall"):
+        found = own.gathered(own.submit(op, "x", mine, **options)[0], mine)
+    else:
+        found = own.run(op, "x", mine, output, **options)
+    if op in ("reducescatter", "alltoall"):  # each rank has a part
+        expected = np.split(expected, 2)[rank.rank]
+    np.testing.assert_array_equal(found, expected.astype(dtype))
+    own.close()
+    rank.meet()
     assert nccl.counts()["launched"] == 0
     assert gpu.counts()["pinned_ever"] > 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from device_group import Gpu, Nccl, OnGpu, on_gpu
-from ranks import Group, Links, Rank, hosts_of, recorded_stderr, run_ranks, wait_for
+from ranks import Group, Rank, Written, on_ranks, recorded_stderr, run_ranks, wait_for
 from test_nccl_teams import add_teams, begin, teams_of
 
 from horo.bootstrap.nccl import choose_device
@@ -70,63 +70,50 @@ def test_unconnected_ranks_are_told_why(gpu: Gpu, make_nccl: Callable[..., Nccl]
         group.run(lambda rank: on_gpu(rank, gpu, good, within_s=0.01))
 
 
-@pytest.mark.parametrize("hosts", HOSTS, ids=str)
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("is_of_a_set", [False, True], ids=["world", "set"])
-def test_death_as_nccl_connects(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], victim: int, is_of_a_set: bool) -> None:
-    size = sum(hosts)
-    there = threading.Barrier(size)
-    links = Links(hosts_of(list(hosts)))
+@on_ranks(*HOSTS)
+def test_death_as_nccl_connects(
+    rank: Rank, gpu: Gpu, nccl: Nccl, *, victim: int, is_of_a_set: bool, written: Written
+) -> None:
+    own = on_gpu(rank, gpu, nccl) if is_of_a_set else None
+    rank.meet()
+    nccl.fail("late connect", rank.rank)
+    rank.meet()
 
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl) if is_of_a_set else None
-        there.wait(60)
-        nccl.fail("late connect", rank.rank)
-        there.wait(60)
+    def die() -> None:
+        wait_for(lambda: nccl.counts()["comms"] == rank.size + 2 if is_of_a_set else rank.size)
+        rank.group.kill(victim)
+        rank.context.end("its death")  # which its engine, that lives on, does not know of by itself
 
-        def die() -> None:
-            wait_for(lambda: nccl.counts()["comms"] == size + 2 if is_of_a_set else size)
-            group.kill(victim)
-            rank.context.end("its death")  # which its engine, that lives on, does not know of by itself
-
-        killing = threading.Thread(target=die)
-        if rank.rank == victim:
-            killing.start()
-        words = "gone|this rank|shutting down" if rank.rank == victim else f"^rank {victim} "
-        with pytest.raises(GroupError, match=words):
-            if own is None:
-                on_gpu(rank, gpu, nccl)
-            else:
-                own.add_team([0, 1], **links.of(rank.rank, [0, 1], 0))
-        if rank.rank == victim:
-            killing.join(60)
-        if own is not None:
-            own.close()
-
-    with recorded_stderr(), Group(hosts) as group:
-        group.run(body)
-
-
-@pytest.mark.parametrize("hosts", [(3,), (2, 1)], ids=str)
-def test_a_set_that_nccl_does_not_connect_is_not_added(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...]) -> None:
-    """Ranks outside learn of it, too; what is connected goes on, and the next set is connected."""
-    links = Links(hosts_of(list(hosts)))
-
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl)
-        rank.barrier()
-        if rank.rank == 1:
-            nccl.fail("connect", 1)
-        rank.barrier()
-        with pytest.raises(HoroError, match=r"^NCCL on rank 1: NCCL's connecting failed with code 2"):
-            own.add_team([0, 1])
-        assert own.allreduce(ONES).tolist() == [3.0] * 5
-        team = own.add_team([0, 1], **links.of(rank.rank, [0, 1], 0))
-        if rank.rank < 2:
-            assert own.allreduce(ONES, "y", team=team).tolist() == [2.0] * 5
+    killing = threading.Thread(target=die)
+    if rank.rank == victim:
+        killing.start()
+    words = "gone|this rank|shutting down" if rank.rank == victim else f"^rank {victim} "
+    with pytest.raises(GroupError, match=words):
+        on_gpu(rank, gpu, nccl) if own is None else own.add_team([0, 1])
+    if rank.rank == victim:
+        killing.join(60)
+    if own is not None:
         own.close()
 
-    run_ranks(body, hosts)
+
+@on_ranks((3,), (2, 1))
+def test_a_set_that_nccl_does_not_connect_is_not_added(rank: Rank, gpu: Gpu, nccl: Nccl) -> None:
+    """Ranks outside learn of it, too; what is connected goes on, and the next set is connected."""
+    own = on_gpu(rank, gpu, nccl)
+    rank.barrier()
+    if rank.rank == 1:
+        nccl.fail("connect", 1)
+    rank.barrier()
+    with pytest.raises(HoroError, match=r"^NCCL on rank 1: NCCL's connecting failed with code 2"):
+        own.add_team([0, 1])
+    assert own.allreduce(ONES).tolist() == [3.0] * 5
+    team = own.add_team([0, 1])
+    if rank.rank < 2:
+        assert own.allreduce(ONES, "y", team=team).tolist() == [2.0] * 5
+    own.close()
+    rank.meet()
     assert nccl.counts()["launched"] == 3 + 2
 
 
@@ -149,36 +136,30 @@ FUNCTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("hosts", [(2,), (1, 1)], ids=str)
 @pytest.mark.parametrize("place", FUNCTIONS)
 @pytest.mark.parametrize("is_of_a_set", [False, True], ids=["world", "set"])
+@on_ranks((2,), (1, 1))
 def test_a_failure_of_nccl_ends_the_group_with_its_words(
-    gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], place: str, is_of_a_set: bool
+    rank: Rank, gpu: Gpu, nccl: Nccl, *, place: str, is_of_a_set: bool, written: Written
 ) -> None:
     """The end of a communicator comes when its set has been removed already."""
-    links = Links(hosts_of(list(hosts)))
     which = r" for process set 1 \(ranks 0, 1\)" if is_of_a_set or place == "end" else ""
     words = f"ended with a failure of NCCL{which}: {FUNCTIONS[place]} failed with code 2: unhandled system error"
-
-    def body(rank: Rank) -> None:
-        own = on_gpu(rank, gpu, nccl)
-        team = add_teams(own, links, [[0, 1]])[0] if which else 0
-        rank.barrier()
-        if rank.rank == 1:
-            nccl.fail(place, 1)
-        rank.barrier()
-        with pytest.raises(PeerLostError, match=words):
-            if place == "end":
-                rank.context.remove_team(team)
-            for number in range(1_000_000):  # what runs fails when its call is over
-                rank.barrier() if place == "end" else own.allreduce(ONES, f"x{number}", "average", team=team)
-        gpu.synchronize(own.stream)
-        with pytest.raises(PeerLostError, match=words):
-            own.allreduce(ONES, "later")
-        own.close()
-
-    with recorded_stderr(), Group(hosts) as group:
-        group.run(body)
+    own = on_gpu(rank, gpu, nccl)
+    team = own.add_team([0, 1]) if which else 0
+    rank.barrier()
+    if rank.rank == 1:
+        nccl.fail(place, 1)
+    rank.barrier()
+    with pytest.raises(PeerLostError, match=words):
+        if place == "end":
+            rank.context.remove_team(team)
+        for number in range(1_000_000):  # what runs fails when its call is over
+            rank.barrier() if place == "end" else own.allreduce(ONES, f"x{number}", "average", team=team)
+    gpu.synchronize(own.stream)
+    with pytest.raises(PeerLostError, match=words):
+        own.allreduce(ONES, "later")
+    own.close()
 
 
 def before_it_has_a_tensor(rank: Rank, own: OnGpu, nccl: Nccl, victim: int, mine: list[tuple[int, int]]) -> list[int]:
@@ -213,24 +194,21 @@ def before_it_proposes(rank: Rank, own: OnGpu, nccl: Nccl, victim: int, mine: li
     return [begin(own, "b", team)[0]]
 
 
-@pytest.mark.parametrize("hosts", ALL_HOSTS, ids=str)
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize(
     "until", [before_it_has_a_tensor, while_a_call_is_launched, while_kernels_run, before_it_proposes]
 )
+@pytest.mark.parametrize("hosts", ALL_HOSTS, ids=str)
 def test_rank_dies(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], victim: int, until: Callable[..., list[int]]) -> None:
-    links = Links(hosts_of(list(hosts)))
-    there = threading.Barrier(3)
-
     def body(rank: Rank) -> None:
         own = on_gpu(rank, gpu, nccl)
-        mine = teams_of(rank, add_teams(own, links))
+        mine = teams_of(rank, add_teams(own))
         for team, _ in mine:
             own.allreduce(ONES, "first", team=team)
         handles = until(rank, own, nccl, victim, mine)
-        there.wait(60)
+        rank.meet()
         if rank.rank == victim:
-            group.kill(victim, links.sockets_of(victim))
+            rank.group.kill(victim)
             own.context.end("its death")  # which its engine, that lives on, does not know of by itself
         gpu.synchronize(own.stream)
         for handle in handles:
@@ -241,8 +219,8 @@ def test_rank_dies(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], victim: int, un
             own.allreduce(ONES, "later")
         own.close()
 
-    with recorded_stderr(), Group(hosts) as group:
-        group.run(body)
+    with recorded_stderr():
+        run_ranks(body, hosts)
     assert (nccl.counts()["destroys"], nccl.counts()["aborts"]) == (0, 9)
 
 
@@ -278,12 +256,11 @@ def test_a_rank_that_leaves_waits_for_its_gpu(gpu: Gpu, nccl: Nccl, is_told_behi
 
 @pytest.mark.parametrize("members", [[0, 1], [0, 1, 2]], ids=["set", "all"])
 def test_a_rank_that_leaves_tells_which_work_it_ends(gpu: Gpu, nccl: Nccl, members: list[int]) -> None:
-    links = Links(hosts_of([3]))
     name = "process set 1 (ranks 0, 1)" if members == [0, 1] else "all ranks"
 
     def body(rank: Rank) -> OnGpu:
         own = on_gpu(rank, gpu, nccl)
-        team = own.add_team(members, **links.of(rank.rank, members, 0)) if members == [0, 1] else 0
+        team = own.add_team(members) if members == [0, 1] else 0
         if rank.rank in members:
             own.allreduce(ONES, "first", team=team)
             if rank.rank == 1:
@@ -294,8 +271,7 @@ def test_a_rank_that_leaves_tells_which_work_it_ends(gpu: Gpu, nccl: Nccl, membe
         return own
 
     with recorded_stderr() as written:
-        with Group((3,)) as group:
-            owners = group.run(body)
+        owners = run_ranks(body, (3,))
         for member in range(3):
             told = (
                 f"horo [{member}] warning: leaving, this rank has waited 5 s for NCCL, and ends it: operations of "

@@ -245,24 +245,21 @@ def test_data_of_many_goes_by_leaders_who_do_nothing_else(rank: Rank) -> None:
 
 @pytest.mark.parametrize("size", [1, 1 << 20])
 @ways
-def test_a_rank_that_dies_fails_what_is_pending_with_its_name(size: int, direct_bytes: int, hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        if rank.rank > 2:
-            return
-        if rank.rank == 2:
-            wait_for(lambda: all(group.contexts[other].count_of("receive") == 2 for other in range(2)))
-            group.kill(2)
-            return
-        handles = [rank.send(np.zeros(size, np.uint8), 2), rank.receive(np.zeros(size, np.uint8), None, 1)]
-        handles.append(rank.receive(np.zeros(size, np.uint8), 1 - rank.rank, 2))
-        for handle in handles:
-            with pytest.raises(PeerLostError, match=r"rank 2 \(host\d\) is gone"):
-                rank.finish(handle)
+@on_ranks("hosts", "direct_bytes")
+def test_a_rank_that_dies_fails_what_is_pending_with_its_name(rank: Rank, size: int) -> None:
+    if rank.rank > 2:
+        return
+    if rank.rank == 2:
+        wait_for(lambda: all(rank.group.contexts[other].count_of("receive") == 2 for other in range(2)))
+        rank.group.kill(2)
+        return
+    handles = [rank.send(np.zeros(size, np.uint8), 2), rank.receive(np.zeros(size, np.uint8), None, 1)]
+    handles.append(rank.receive(np.zeros(size, np.uint8), 1 - rank.rank, 2))
+    for handle in handles:
         with pytest.raises(PeerLostError, match=r"rank 2 \(host\d\) is gone"):
-            rank.send(np.zeros(1), 1 - rank.rank)
-
-    with Group(hosts, direct_bytes=direct_bytes) as group:
-        group.run(body)
+            rank.finish(handle)
+    with pytest.raises(PeerLostError, match=r"rank 2 \(host\d\) is gone"):
+        rank.send(np.zeros(1), 1 - rank.rank)
 
 
 def leave(group: Group, rank: int) -> None:
@@ -467,21 +464,19 @@ def test_what_is_pending_here_ends_with_a_shutdown() -> None:
             Rank(group.contexts[0]).send(np.zeros(9), 1)
 
 
-def test_a_wait_that_is_over_leaves_the_receive_running() -> None:
-    def body(rank: Rank) -> None:
-        array = np.full(3, float(rank.rank))
-        if rank.rank == 1:
-            handle = rank.receive(array, 0)
-            with pytest.raises(AbortedError, match="not all ranks have come in time"):
-                rank.context.wait(handle, within_s=0.01)
-            rank.barrier()
-            rank.finish(handle)
-            assert np.all(array == 0)
-        else:
-            rank.barrier()
-            rank.finish(rank.send(array, 1))
-
-    run_ranks(body)
+@on_ranks()
+def test_a_wait_that_is_over_leaves_the_receive_running(rank: Rank) -> None:
+    array = np.full(3, float(rank.rank))
+    if rank.rank == 1:
+        handle = rank.receive(array, 0)
+        with pytest.raises(AbortedError, match="not all ranks have come in time"):
+            rank.context.wait(handle, within_s=0.01)
+        rank.barrier()
+        rank.finish(handle)
+        assert np.all(array == 0)
+    else:
+        rank.barrier()
+        rank.finish(rank.send(array, 1))
 
 
 def test_nothing_happens_while_a_receive_waits() -> None:

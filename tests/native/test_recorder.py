@@ -35,10 +35,10 @@ class Recorder:
     def names(self, capacity: int = RECORDS) -> list[str]:
         return [self.native.ffi.string(event.name).decode() for event in self.read(capacity)]
 
-    def look(self, given_up: int = 0) -> tuple[list[str], int]:
+    def look(self) -> tuple[list[str], int]:
         """The names that the next look of a reader of all events finds, and how many events it misses."""
         events, lost = self.native.ffi.new("horo_event[]", 2 * RECORDS), self.native.ffi.new("uint64_t *")
-        count = self.native.lib.shim_recorder_look(self.made, given_up, events, len(events), lost)
+        count = self.native.lib.shim_recorder_look(self.made, events, len(events), lost)
         return [self.native.ffi.string(event.name).decode() for event in events[0:count]], lost[0]
 
     def describe(self, lines: int = 16, size: int = 2000) -> list[str]:
@@ -111,24 +111,6 @@ def test_no_record_is_torn_while_many_write_and_one_reads(recorder: Recorder) ->
     assert torn == [0]
     for event in recorder.read():
         assert recorder.native.ffi.string(event.name).decode() == f"{event.team}.{event.number}"
-
-
-def test_what_is_being_written_is_waited_for_however_long_that_takes(recorder: Recorder) -> None:
-    recorder.add(SUBMITTED, "before")
-    place = recorder.native.lib.shim_recorder_claim(recorder.made)
-    recorder.add(SUBMITTED, "behind")
-    assert recorder.look() == (["before"], 0)
-    for _ in range(5):
-        assert recorder.look() == ([], 0)
-    recorder.native.lib.shim_recorder_publish(recorder.made, place)
-    assert recorder.look() == (["held", "behind"], 0)
-
-
-def test_what_is_never_written_is_lost_once_the_reader_gives_it_up(recorder: Recorder) -> None:
-    place = recorder.native.lib.shim_recorder_claim(recorder.made)
-    recorder.add(SUBMITTED, "behind")
-    assert recorder.look(place) == ([], 0)
-    assert recorder.look(place + 1) == (["behind"], 1)
 
 
 def test_an_event_whose_record_is_taken_for_a_whole_turn_of_the_ring_is_not_waited_for(recorder: Recorder) -> None:

@@ -1,11 +1,10 @@
 """A call that is refused on one rank: it fails on all that make it, with the reason."""
 
 import re
-import threading
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, on_ranks, recorded_stderr, run_ranks, wait_for
+from ranks import Group, Rank, on_ranks, recorded_stderr, wait_for
 
 from horo.core import context
 from horo.errors import DeadlockError, PeerLostError, StalledError, UnsupportedError, UsageError
@@ -26,39 +25,31 @@ def refused(rank: Rank, name: str, who: int, dtype: type = np.float32) -> None:
     assert text == reason if rank.rank == who else re.fullmatch(rf"rank {who} \(.+\) has refused it: {reason}", text)
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
-@pytest.mark.parametrize("cache", [0, 2, 64])
-def test_all_get_the_reason_of_the_one_that_refuses_and_go_on(hosts: list[int], cache: int) -> None:
-    def body(rank: Rank) -> None:
-        for turn in range(3 * rank.size):
-            refused(rank, "x", turn % rank.size)
-            assert call(rank, "x").tolist() == [rank.size] * 2
-            assert call(rank, f"y{turn % 5}").tolist() == [rank.size] * 2
-
-    run_ranks(body, hosts, cache_capacity=cache)
+@pytest.mark.parametrize("cache_capacity", [0, 2, 64])
+@on_ranks(*LAYOUTS, "cache_capacity")
+def test_all_get_the_reason_of_the_one_that_refuses_and_go_on(rank: Rank) -> None:
+    for turn in range(3 * rank.size):
+        refused(rank, "x", turn % rank.size)
+        assert call(rank, "x").tolist() == [rank.size] * 2
+        assert call(rank, f"y{turn % 5}").tolist() == [rank.size] * 2
 
 
-@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 1, 3]], ids=str)
-def test_calls_of_one_name_keep_their_order(hosts: list[int]) -> None:
+@on_ranks([2], [3], [1, 1], [2, 1, 3])
+def test_calls_of_one_name_keep_their_order(rank: Rank) -> None:
     """Rank 0 is two refused calls and a good one ahead before the others make the first."""
-    ahead = threading.Event()
-
-    def body(rank: Rank) -> None:
-        if rank.rank > 0:
-            assert ahead.wait(60)
-            refused(rank, "x", 0)
-            refused(rank, "x", 0)
-            assert call(rank, "x").tolist() == [rank.size] * 2
-            return
+    if rank.rank > 0:
+        rank.await_mark("ahead")
         refused(rank, "x", 0)
         refused(rank, "x", 0)
-        values = np.ones(2, np.float32)
-        handle = rank.submit("allreduce", "x", [values], reduce_op=context.REDUCE_OPS["sum"])
-        ahead.set()
-        rank.finish(handle)
-        assert values.tolist() == [rank.size] * 2
-
-    run_ranks(body, hosts)
+        assert call(rank, "x").tolist() == [rank.size] * 2
+        return
+    refused(rank, "x", 0)
+    refused(rank, "x", 0)
+    values = np.ones(2, np.float32)
+    handle = rank.submit("allreduce", "x", [values], reduce_op=context.REDUCE_OPS["sum"])
+    rank.mark("ahead")
+    rank.finish(handle)
+    assert values.tolist() == [rank.size] * 2
 
 
 @on_ranks([2], [1, 1], [2, 1, 3], stall_warning_ms=100, stall_shutdown_ms=0)
@@ -77,26 +68,19 @@ def test_what_only_one_refuses_is_reported_and_the_job_goes_on(rank: Rank) -> No
     assert call(rank, "x").tolist() == [rank.size] * 2
 
 
-@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2]], ids=str)
 @pytest.mark.parametrize("who", [[0], [1], [0, 1]], ids=str)
-def test_a_call_behind_a_refused_one_is_waited_for(hosts: list[int], who: list[int]) -> None:
+@on_ranks([3], [1, 1, 1], [2, 2], stall_warning_ms=100, stall_shutdown_ms=200)
+def test_a_call_behind_a_refused_one_is_waited_for(rank: Rank, who: list[int]) -> None:
     """The others make neither: a stall is reported, and ends the job."""
-    late = sorted(set(range(sum(hosts))) - set(who))
-    ended = [threading.Event() for _ in who]
-    are_refused = threading.Barrier(len(who))  # what is refused after the end of the job has another error
-
-    def body(rank: Rank) -> None:
-        if rank.rank in late:
-            assert all(event.wait(60) for event in ended)
-            return
-        refused(rank, "x", rank.rank)
-        are_refused.wait(20)
-        with pytest.raises(StalledError, match="has not submitted what others wait for"):
-            call(rank, "x")
-        ended[who.index(rank.rank)].set()
-
-    if late:
-        run_ranks(body, hosts, stall_warning_ms=100, stall_shutdown_ms=200)
+    if rank.rank not in who:
+        rank.await_mark(*who)
+        return
+    refused(rank, "x", rank.rank)
+    rank.mark(("refused", rank.rank))
+    rank.await_mark(*[("refused", other) for other in who])  # what is refused after the end has another error
+    with pytest.raises(StalledError, match="has not submitted what others wait for"):
+        call(rank, "x")
+    rank.mark(rank.rank)
 
 
 @on_ranks([2], [1, 1])
@@ -106,32 +90,27 @@ def test_a_rank_that_shuts_down_with_refusals_open_does_so_in_order(rank: Rank) 
             call(rank, "x", np.int32)
 
 
-@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2]], ids=str)
 @pytest.mark.parametrize("who", ["first", "last"])
-def test_what_nobody_waits_for_never_ends_the_job(hosts: list[int], who: str) -> None:
+@on_ranks([2], [3], [1, 1], [2, 2], stall_warning_ms=50, stall_shutdown_ms=3000)
+def test_what_nobody_waits_for_never_ends_the_job(rank: Rank, who: str) -> None:
     """More names than a report lists; the rank that is late with another one is named nevertheless."""
-    is_old = threading.Event()
-
-    def body(rank: Rank) -> None:
-        if rank.rank == (0 if who == "first" else rank.size - 1):
-            with recorded_stderr() as text:
-                for number in range(7):
-                    refused(rank, f"odd{number}", rank.rank)
-                rank.barrier("refused")
-                wait_for(lambda: any(float(s) > 3.5 for s in re.findall(r"waiting for ([\d.]+) s for ranks", text())))
-                is_old.set()
-        else:
+    if rank.rank == (0 if who == "first" else rank.size - 1):
+        with recorded_stderr() as text:
+            for number in range(7):
+                refused(rank, f"odd{number}", rank.rank)
             rank.barrier("refused")
-            assert is_old.wait(60)
-        assert call(rank, "x").tolist() == [rank.size] * 2
-        late = 0 if who == "last" else rank.size - 1
-        if rank.rank == late:
-            wait_for(lambda: rank.context.health() is not None)
-            return
-        with pytest.raises(StalledError, match=rf"rank {late} \(host\d\) has not submitted what others wait for"):
-            rank.barrier("late")
-
-    run_ranks(body, hosts, stall_warning_ms=50, stall_shutdown_ms=3000)  # longer than a busy machine holds up a rank
+            wait_for(lambda: any(float(s) > 3.5 for s in re.findall(r"waiting for ([\d.]+) s for ranks", text())))
+            rank.mark("is old")
+    else:
+        rank.barrier("refused")
+        rank.await_mark("is old")
+    assert call(rank, "x").tolist() == [rank.size] * 2
+    late = 0 if who == "last" else rank.size - 1
+    if rank.rank == late:
+        wait_for(lambda: rank.context.health() is not None)
+        return
+    with pytest.raises(StalledError, match=rf"rank {late} \(host\d\) has not submitted what others wait for"):
+        rank.barrier("late")  # longer than a busy machine holds up a rank
 
 
 @on_ranks([2], [1, 1])

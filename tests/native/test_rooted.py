@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import Rank, describe, on_ranks, over_every_layout, rows_of
+from ranks import NUMPY_OF_DTYPE, Rank, describe, on_ranks, over_every_layout, rows_of
 
 from horo.core import context
 from horo.core.context import Tensor
@@ -57,60 +57,48 @@ def numbered(rank: int, count: int, dtype: Any = np.float64) -> np.ndarray:
 @over_every_layout
 @pytest.mark.parametrize("segment_bytes", [1 << 12, 1 << 18])
 @on_ranks("host_of_rank", "segment_bytes")
-def test_any_root_and_size_over_any_layout(rank: Rank) -> None:
-    for step, count in enumerate(SIZES):
+def test_any_root_and_group_over_any_layout(rank: Rank) -> None:
+    """A group of one tensor of each size, and one of all of them and of other dtypes."""
+    groups = [[("float64", size)] for size in SIZES]
+    groups.append([("float32", 3), ("int64", 10), ("float64", 9001), ("float32", 0), ("float16", 11)])
+    for step, kinds in enumerate(groups):
+        mine = [numbered(rank.rank, count, dtype) for dtype, count in kinds]
+        every = [np.stack([numbered(r, count, dtype) for r in range(rank.size)]) for dtype, count in kinds]
         for root in {0, step % rank.size, rank.size - 1}:
-            mine = numbered(rank.rank, count)
-            got = reduce(rank, mine.copy(), root, f"r{count}")
-            gathered = blocks(rank, mine, root)
-            run(rank, "gather", f"g{count}", [tensor(mine, gathered, mine)], root_rank=root)
-            if gathered is not None:
-                every = np.stack([numbered(r, count) for r in range(rank.size)])
-                assert np.array_equal(got, every.sum(axis=0))
-                assert np.array_equal(gathered, every)
-            received = np.full_like(mine, 99)
-            run(rank, "scatter", f"s{count}", [tensor(gathered, received, mine)], root_rank=root)
-            assert np.array_equal(received, mine)
+            got = [np.full_like(array, 99) if rank.rank == root else None for array in mine]
+            tensors = [tensor(a, b, a) for a, b in zip(mine, got, strict=True)]
+            run(rank, "reduce", f"r{step}", tensors, root_rank=root, reduce_op=context.REDUCE_OPS["max"])
+            gathered = [blocks(rank, array, root) for array in mine]
+            tensors = [tensor(a, b, a) for a, b in zip(mine, gathered, strict=True)]
+            run(rank, "gather", f"g{step}", tensors, root_rank=root)
+            received = [np.full_like(array, 99) for array in mine]
+            tensors = [tensor(b, c, a) for a, b, c in zip(mine, gathered, received, strict=True)]
+            run(rank, "scatter", f"s{step}", tensors, root_rank=root)
+            for i, all_of_it in enumerate(every):
+                assert np.array_equal(received[i], mine[i])
+                if rank.rank == root:
+                    assert np.array_equal(got[i], all_of_it.max(axis=0))
+                    assert np.array_equal(gathered[i], all_of_it)
 
 
-@pytest.mark.parametrize("op", ["sum", "average", "min", "max", "product"])
-@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.float16, np.float32, np.float64])
-@on_ranks([2], [3], [1, 1], [2, 2])
-def test_on_every_layout_the_bits_are_those_of_an_allreduce(rank: Rank, op: str, dtype: type) -> None:
-    forms: list[tuple[str | None, dict[str, float]]] = [(None, {})]
-    if dtype is np.float32 and op in ("sum", "average"):
-        forms += [(None, {"prescale": 0.3, "postscale": 4.0}), ("float16", {})]
-    for count, (wire, factors) in itertools.product((9, 4097, 60_000), forms):
-        values = (np.random.default_rng(rank.rank).standard_normal(count) * 3).astype(dtype)
+@pytest.mark.parametrize("dtype", sorted(NUMPY_OF_DTYPE))
+@pytest.mark.parametrize(("hosts", "direct_bytes"), [([2], 1), ([3], 0), ([5], 1), ([1, 1], 0), ([2, 2], 1)], ids=str)
+@on_ranks("hosts", "direct_bytes", segment_bytes=1 << 15)
+def test_on_every_layout_the_bits_are_those_of_an_allreduce(rank: Rank, dtype: str) -> None:
+    kind = np.dtype(NUMPY_OF_DTYPE[dtype])
+    ops = ["sum", "min", "max", "product", *(["average"] if dtype != "bool" else [])]
+    ops += ["band", "bor", "bxor"] if kind.kind != "f" else []
+    forms: list[tuple[str, str | None, dict[str, float]]] = [(op, None, {}) for op in ops]
+    if dtype == "float32":
+        forms += [("average", None, {"prescale": 0.3, "postscale": 4.0}), ("sum", "float16", {})]
+    for count, (op, wire, factors) in itertools.product((1, 9, 4097, 60_000), forms):
+        values = (np.random.default_rng(rank.rank).standard_normal(count) * 3).astype(kind)
         name = f"{count} {wire} {factors}"
         whole = rank.allreduce(values.copy(), f"a{name}", op, wires=[wire], **factors)
         part = rank.reducescatter(values, f"s{name}", op, wires=[wire], **factors)
-        assert np.array_equal(part, whole[rows_of(count, rank.size, rank.rank)], equal_nan=values.dtype.kind == "f")
+        assert np.array_equal(part, whole[rows_of(count, rank.size, rank.rank)], equal_nan=kind.kind == "f")
         got = reduce(rank, values, rank.size - 1, f"r{name}", op, wire=wire, **factors)
-        assert got is None or np.array_equal(got, whole, equal_nan=values.dtype.kind == "f")
-
-
-@over_every_layout
-@on_ranks("host_of_rank", segment_bytes=1 << 12)
-def test_a_group_of_several_tensors(rank: Rank) -> None:
-    kinds = [("float32", 3), ("int64", 10), ("float32", 9001), ("float32", 0), ("float16", 11)]
-    root = rank.size - 1
-    for step in range(3):
-        mine = [numbered(rank.rank + step, n, dtype) for dtype, n in kinds]
-        every = [np.stack([numbered(r + step, n, dtype) for r in range(rank.size)]) for dtype, n in kinds]
-        sums = [np.full_like(array, 99) if rank.rank == root else None for array in mine]
-        tensors = [tensor(a, b, a) for a, b in zip(mine, sums, strict=True)]
-        run(rank, "reduce", "r", tensors, root_rank=root, reduce_op=context.REDUCE_OPS["max"])
-        gathered = [blocks(rank, array, root) for array in mine]
-        run(rank, "gather", "g", [tensor(a, b, a) for a, b in zip(mine, gathered, strict=True)], root_rank=root)
-        received = [np.full_like(array, 99) for array in mine]
-        tensors = [tensor(b, c, a) for a, b, c in zip(mine, gathered, received, strict=True)]
-        run(rank, "scatter", "s", tensors, root_rank=root)
-        for i, all_of_it in enumerate(every):
-            assert np.array_equal(received[i], mine[i])
-            if rank.rank == root:
-                assert np.array_equal(sums[i], all_of_it.max(axis=0))
-                assert np.array_equal(gathered[i], all_of_it)
+        assert got is None or np.array_equal(got, whole, equal_nan=kind.kind == "f")
 
 
 @on_ranks([2], [4], [1, 2], direct_bytes=0)

@@ -177,6 +177,7 @@ def test_more_than_the_ring_holds_is_said_to_be_lost(timeline: Recorded) -> None
 
 
 def test_an_event_that_is_being_written_when_the_timeline_stops_is_in_it(timeline: Recorded) -> None:
+    """However long that takes."""
     place = timeline.lib.shim_recorder_claim(timeline.recorder)
     timeline.lib.shim_recorder_add_requests(timeline.recorder, 1)
     with ThreadPoolExecutor() as pool:

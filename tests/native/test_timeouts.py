@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, run_ranks, run_script, wait_for
+from ranks import Group, Rank, on_ranks, run_script, wait_for
 
 from horo.errors import TimeoutError
 
@@ -30,6 +30,12 @@ def fails(rank: Rank, name: str | None = "x", **options: object) -> str:
     return str(error.value)
 
 
+def end_of(rank: Rank) -> str:
+    """Of the group, which a program that computes meanwhile learns afterwards."""
+    wait_for(lambda: rank.context.health() is not None)
+    return str(rank.context.health())
+
+
 MISSING = [
     pytest.param([2], [1], r"rank 1 \(host0\) has", id="a rank"),
     pytest.param([2], [0], r"rank 0 \(host0\) has", id="the leader"),
@@ -44,74 +50,51 @@ MISSING = [
 
 @pytest.mark.parametrize(("hosts", "missing", "who"), MISSING)
 @pytest.mark.parametrize("ordered", [False, True])
-def test_all_ranks_read_who_has_not_called_what(
-    hosts: list[int], missing: Sequence[int], who: str, ordered: bool
-) -> None:
+@on_ranks("hosts", log_level=5)
+def test_all_ranks_read_who_has_not_called_what(rank: Rank, missing: Sequence[int], who: str, ordered: bool) -> None:
     name = None if ordered else "x"
-
-    def body(rank: Rank) -> str:
-        for _ in range(3):
-            rank.barrier(name)  # type: ignore[arg-type]
-        if rank.rank not in missing:
-            return fails(rank, name)
-        wait_for(lambda: rank.context.health() is not None)  # as a program that computes
-        return str(rank.context.health())
-
-    for text in run_ranks(body, hosts, log_level=5):
-        assert re.match(f"{who} not called barrier '{'call 4' if ordered else 'x'}' {WITHIN}", text), text
+    for _ in range(3):
+        rank.barrier(name)  # type: ignore[arg-type]
+    text = end_of(rank) if rank.rank in missing else fails(rank, name)
+    assert re.match(f"{who} not called barrier '{'call 4' if ordered else 'x'}' {WITHIN}", text), text
 
 
-@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
-def test_one_that_is_done_in_time_has_no_effect(hosts: list[int]) -> None:
-    def body(rank: Rank) -> None:
-        for i in range(20):
-            rank.barrier(f"x{i % 3}", timeout_ms=30_000)
-        rank.barrier("short", timeout_ms=EASY_MS)
-        if rank.rank == 0:
-            threading.Event().wait(1.3 * EASY_MS / 1000)  # the timeout of what is over passes
-        rank.barrier("without")
-
-    run_ranks(body, hosts, log_level=5)
+@on_ranks([2], [1, 1], log_level=5)
+def test_one_that_is_done_in_time_has_no_effect(rank: Rank) -> None:
+    for i in range(20):
+        rank.barrier(f"x{i % 3}", timeout_ms=30_000)
+    rank.barrier("short", timeout_ms=EASY_MS)
+    if rank.rank == 0:
+        threading.Event().wait(1.3 * EASY_MS / 1000)  # the timeout of what is over passes
+    rank.barrier("without")
 
 
-def test_the_earliest_of_several_counts() -> None:
-    def body(rank: Rank) -> str:
-        if rank.rank == 1:
-            wait_for(lambda: rank.context.health() is not None)
-            return str(rank.context.health())
-        for name, timeout_ms in (("a", 60_000), ("b", 0), ("c", TIMEOUT_MS), ("d", 30_000)):
-            rank.submit("barrier", name, [], timeout_ms=timeout_ms)
-        wait_for(lambda: rank.context.health() is not None)
-        return str(rank.context.health())
-
-    for text in run_ranks(body, [2], log_level=5):
-        assert re.match(rf"rank 1 \(host0\) has not called barrier 'c' {WITHIN}", text)
+@on_ranks([2], log_level=5)
+def test_the_earliest_of_several_counts(rank: Rank) -> None:
+    for name, timeout_ms in (("a", 60_000), ("b", 0), ("c", TIMEOUT_MS), ("d", 30_000)) if rank.rank == 0 else ():
+        rank.submit("barrier", name, [], timeout_ms=timeout_ms)
+    assert re.match(rf"rank 1 \(host0\) has not called barrier 'c' {WITHIN}", end_of(rank))
 
 
 NOT_CALLED = {"receive": "send to rank 0, tag 7", "send": "receive from rank 0, tag 7"}
 
 
 @pytest.mark.parametrize("call", ["send", "receive"])
-@pytest.mark.parametrize("hosts", [[3], [1, 2]], ids=str)
-def test_a_send_or_receive_that_is_late_ends_the_group_and_names_the_other_rank(hosts: list[int], call: str) -> None:
+@on_ranks([3], [1, 2], log_level=5)
+def test_a_send_or_receive_that_is_late_ends_the_group_and_names_the_other_rank(rank: Rank, call: str) -> None:
     """Rank 2 has no part in it, and another send is done in time."""
-
-    def body(rank: Rank) -> str:
-        array = np.zeros(9)
-        calls = [(begin, peer) for begin in (rank.send, rank.receive) for peer in range(3) if peer != rank.rank]
-        rank.finish(*[begin(np.zeros(9), peer, 1, timeout_ms=TIMEOUT_MS * 50) for begin, peer in calls])
-        if rank.rank > 0:
-            wait_for(lambda: rank.context.health() is not None)
-            return str(rank.context.health())
-        began = time.monotonic()
-        begin = rank.send if call == "send" else rank.receive
-        with pytest.raises(TimeoutError) as error:
-            rank.finish(begin(array, 1, 7, timeout_ms=TIMEOUT_MS))
-        assert SECONDS - 0.01 <= time.monotonic() - began < LATE_S
-        return str(error.value)
-
-    for text in run_ranks(body, hosts, log_level=5):
-        assert re.match(rf"rank 1 \(host\d\) has not called {NOT_CALLED[call]} {WITHIN}", text), text
+    array = np.zeros(9)
+    calls = [(begin, peer) for begin in (rank.send, rank.receive) for peer in range(3) if peer != rank.rank]
+    rank.finish(*[begin(np.zeros(9), peer, 1, timeout_ms=TIMEOUT_MS * 50) for begin, peer in calls])
+    who = rf"rank 1 \(host\d\) has not called {NOT_CALLED[call]} {WITHIN}"
+    if rank.rank > 0:
+        assert re.match(who, end_of(rank))
+        return
+    began = time.monotonic()
+    begin = rank.send if call == "send" else rank.receive
+    with pytest.raises(TimeoutError, match=f"^{who}"):
+        rank.finish(begin(array, 1, 7, timeout_ms=TIMEOUT_MS))
+    assert SECONDS - 0.01 <= time.monotonic() - began < LATE_S
 
 
 @pytest.mark.parametrize("leaver", [0, 2])

@@ -2,8 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from types import ModuleType
 
 import numpy as np
@@ -38,34 +38,36 @@ def test_what_is_packed_by_hand_lies_where_the_compiler_expects_it() -> None:
             assert (packed.dtype, packed.wire_dtype, packed.output_bytes) == (5, 6, 7)
 
 
-@pytest.mark.parametrize("hosts", [[1], [2], [2, 1]], ids=str)
+@pytest.fixture
+def uninterrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No wait comes back to look for signals."""
+    monkeypatch.setattr(_core, "_SIGNAL_CHECK_MS", 60_000)
+
+
 @pytest.mark.parametrize("spin_us", [0, 1000])
-def test_a_result_goes_into_offered_memory(monkeypatch: pytest.MonkeyPatch, hosts: list[int], spin_us: int) -> None:
+@pytest.mark.usefixtures("uninterrupted")  # after so long a wait the handle is left, too
+@on_ranks([1], [2], [2, 1], "spin_us")
+def test_a_result_goes_into_offered_memory(rank: Rank) -> None:
     """Else the handle of the request, which is done, is left, and the result is to be taken."""
-    monkeypatch.setattr(_core, "_SIGNAL_CHECK_MS", 60_000)  # after so long a wait the handle is left, too
-
-    def body(rank: Rank) -> None:
-        for turn, rows in enumerate([3, 4, 3, 0, 2]):  # of rank 0; the offer is for 3 rows of each
-            mine = np.full((rows if rank.rank == 0 else 3, 2), 10 * turn + rank.rank, np.int32)
-            wanted = np.concatenate([np.full((3 if r else rows, 2), 10 * turn + r) for r in range(rank.size)])
-            output = np.full((3 * rank.size, 2), -1, np.int32)
-            (tensor,) = describe([mine], [output])
-            buffer = _core.RequestBuffer.of(_core.OPS["allgather"], "g", [tensor], sync=True, offers=True)
-            rank.context.run(buffer)
-            handle = buffer.last_handle[0]
-            if rows == 3:
-                assert handle == 0
-                assert np.array_equal(output, wanted)
-                continue
-            data, first_dims = rank.context.take_result(handle, 0)
-            assert first_dims == [rows] + [3] * (rank.size - 1)
-            assert np.array_equal(np.frombuffer(data, np.int32).reshape(-1, 2), wanted)
-            assert np.all(output == -1)
-            rank.context.release(handle)
-            with pytest.raises(UsageError):
-                rank.context.poll(handle)
-
-    run_ranks(body, hosts, spin_us=spin_us)
+    for turn, rows in enumerate([3, 4, 3, 0, 2]):  # of rank 0; the offer is for 3 rows of each
+        mine = np.full((rows if rank.rank == 0 else 3, 2), 10 * turn + rank.rank, np.int32)
+        wanted = np.concatenate([np.full((3 if r else rows, 2), 10 * turn + r) for r in range(rank.size)])
+        output = np.full((3 * rank.size, 2), -1, np.int32)
+        (tensor,) = describe([mine], [output])
+        buffer = _core.RequestBuffer.of(_core.OPS["allgather"], "g", [tensor], sync=True, offers=True)
+        rank.context.run(buffer)
+        handle = buffer.last_handle[0]
+        if rows == 3:
+            assert handle == 0
+            assert np.array_equal(output, wanted)
+            continue
+        data, first_dims = rank.context.take_result(handle, 0)
+        assert first_dims == [rows] + [3] * (rank.size - 1)
+        assert np.array_equal(np.frombuffer(data, np.int32).reshape(-1, 2), wanted)
+        assert np.all(output == -1)
+        rank.context.release(handle)
+        with pytest.raises(UsageError):
+            rank.context.poll(handle)
 
 
 @pytest.mark.parametrize("check_ms", [0, 1])
@@ -86,8 +88,7 @@ def test_a_wait_ended_early_goes_on_until_the_result(monkeypatch: pytest.MonkeyP
                 data, _ = rank.context.take_result(handle, 0)
                 output = output if data is None else np.frombuffer(data, np.int32).reshape(-1, 2)
                 rank.context.release(handle)
-            wanted = np.repeat(np.arange(rank.size, dtype=np.int32) + 10 * turn, rows)
-            assert np.array_equal(output, np.stack([wanted, wanted], 1))
+            assert np.array_equal(output, np.repeat(np.arange(rank.size) + 10 * turn, 2 * rows).reshape(-1, 2))
             rank.run("barrier", "b", [])
             ones = np.ones(3, np.float32)
             rank.run("allreduce", "x", [ones], reduce_op=SUM)
@@ -156,76 +157,56 @@ class Waiters:
             thread.join(60)
 
 
-@contextmanager
-def holding(event: threading.Event) -> Iterator[None]:
-    """Sets the event in the end, also after a failure: another rank waits for it."""
-    try:
-        yield
-    finally:
-        event.set()
-
-
-@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
 @pytest.mark.parametrize("way", ["wait", "finish", "wait_any", "release"])
-def test_each_waiter_returns_when_the_request_is_done(hosts: list[int], way: str) -> None:
+@on_ranks([2], [1, 1])
+def test_each_waiter_returns_when_the_request_is_done(rank: Rank, way: str) -> None:
     """And not when the next request is, in whose memory this one was: the other rank submits that later."""
-    may_reduce, may_go_on = threading.Event(), threading.Event()
-
-    def body(rank: Rank) -> None:
-        array = np.full(4, 1.0 + rank.rank)
-        if rank.rank == 1:
-            assert may_reduce.wait(60)
-            rank.allreduce(array, "a")
-            assert may_go_on.wait(60)
-            rank.allreduce(array, "b")
-            return
-        with holding(may_go_on), holding(may_reduce), Waiters(rank) as waiters:
-            handle = rank.submit("allreduce", "a", [array], reduce_op=SUM)
-            for _ in range(WAITERS):
-                if way == "wait_any":
-                    waiters.start(lambda: rank.context.wait_any([handle, handle]))
-                else:
-                    waiters.start(lambda: rank.context.finish(handle) if way == "finish" else rank.context.wait(handle))
-            may_reduce.set()
-            if way == "release":
-                wait_for(lambda: rank.context.release_if_done(handle))
+    array = np.full(4, 1.0 + rank.rank)
+    if rank.rank == 1:
+        for name in "ab":
+            rank.await_mark(f"may reduce {name}")
+            rank.allreduce(array, name)
+        return
+    with Waiters(rank) as waiters:
+        handle = rank.submit("allreduce", "a", [array], reduce_op=SUM)
+        for _ in range(WAITERS):
+            if way == "wait_any":
+                waiters.start(lambda: rank.context.wait_any([handle, handle]))
             else:
-                with suppress(UsageError):  # one that finishes may have released it
-                    rank.context.finish_or_keep(handle)
-            following = rank.submit("allreduce", "b", [np.ones(4)], reduce_op=SUM)
-            waiters.await_all()
-            assert waiters.outcomes == [None] * WAITERS
-            assert array.tolist() == [3.0] * 4
-            may_go_on.set()
-            rank.finish(following)
+                waiters.start(lambda: rank.context.finish(handle) if way == "finish" else rank.context.wait(handle))
+        rank.mark("may reduce a")
+        if way == "release":
+            wait_for(lambda: rank.context.release_if_done(handle))
+        else:
+            with suppress(UsageError):  # one that finishes may have released it
+                rank.context.finish_or_keep(handle)
+        following = rank.submit("allreduce", "b", [np.ones(4)], reduce_op=SUM)
+        waiters.await_all()
+        assert waiters.outcomes == [None] * WAITERS
+        assert array.tolist() == [3.0] * 4
+        rank.mark("may reduce b")
+        rank.finish(following)
 
-    run_ranks(body, hosts)
 
-
-@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
-def test_each_waiter_gets_the_sentence_of_the_error(hosts: list[int]) -> None:
-    may_reduce = threading.Event()
-
-    def body(rank: Rank) -> None:
-        if rank.rank == 1:
-            assert may_reduce.wait(60)
-            with pytest.raises(MismatchError):
-                rank.allreduce(np.ones(5), "x")
-            return
-        with holding(may_reduce), Waiters(rank) as waiters:
-            handle = rank.submit("allreduce", "x", [np.ones(4)], reduce_op=SUM)
-            for call in [rank.context.wait, rank.context.finish] * (WAITERS // 2):
-                waiters.start(lambda call=call: call(handle))
-            may_reduce.set()
-            waiters.await_all()
-            # One that finishes releases the handle: who comes only then, on a busy machine, waits for none.
-            waited = [outcome for outcome in waiters.outcomes if type(outcome) is not UsageError]
-            assert waited
-            for outcome in waited:
-                assert isinstance(outcome, MismatchError)
-                assert "[4]" in str(outcome) and "[5]" in str(outcome)
-
-    run_ranks(body, hosts)
+@on_ranks([2], [1, 1])
+def test_each_waiter_gets_the_sentence_of_the_error(rank: Rank) -> None:
+    if rank.rank == 1:
+        rank.await_mark("may reduce")
+        with pytest.raises(MismatchError):
+            rank.allreduce(np.ones(5), "x")
+        return
+    with Waiters(rank) as waiters:
+        handle = rank.submit("allreduce", "x", [np.ones(4)], reduce_op=SUM)
+        for call in [rank.context.wait, rank.context.finish] * (WAITERS // 2):
+            waiters.start(lambda call=call: call(handle))
+        rank.mark("may reduce")
+        waiters.await_all()
+        # One that finishes releases the handle: who comes only then, on a busy machine, waits for none.
+        waited = [outcome for outcome in waiters.outcomes if type(outcome) is not UsageError]
+        assert waited
+        for outcome in waited:
+            assert isinstance(outcome, MismatchError)
+            assert "[4]" in str(outcome) and "[5]" in str(outcome)
 
 
 @on_ranks([2])
@@ -246,76 +227,60 @@ def test_who_comes_after_the_release_is_told_so(rank: Rank) -> None:
     context.wait_any([handle, handle])
 
 
-@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
-def test_an_end_of_the_context_lets_those_that_wait_return(hosts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("uninterrupted")  # none calls again after the end
+@on_ranks([2], [1, 1])
+def test_an_end_of_the_context_lets_those_that_wait_return(rank: Rank) -> None:
     """One of them drives. The request is never submitted by the other rank."""
-    waits = threading.Event()
-    monkeypatch.setattr(_core, "_SIGNAL_CHECK_MS", 60_000)  # none calls again after the end
-
-    def body(rank: Rank) -> None:
-        if rank.rank == 1:
-            assert waits.wait(60)
-            return
-        with holding(waits), Waiters(rank) as waiters:
-            handle = rank.submit("allreduce", "x", [np.ones(4)], reduce_op=SUM)
-            waiters.start(lambda: rank.context.wait_any([handle, handle]))
-            for _ in range(WAITERS - 1):
-                waiters.start(lambda: rank.context.wait(handle))
-            rank.context.destroy()
-            waiters.await_all()
-            ends = [type(outcome) for outcome in waiters.outcomes if outcome is not None]
-            assert ends == [AbortedError] * (WAITERS - 1)
-
-    run_ranks(body, hosts)
+    if rank.rank == 1:
+        rank.await_mark("is over")
+        return
+    with Waiters(rank) as waiters:
+        handle = rank.submit("allreduce", "x", [np.ones(4)], reduce_op=SUM)
+        waiters.start(lambda: rank.context.wait_any([handle, handle]))
+        for _ in range(WAITERS - 1):
+            waiters.start(lambda: rank.context.wait(handle))
+        rank.context.destroy()
+        waiters.await_all()
+        ends = [type(outcome) for outcome in waiters.outcomes if outcome is not None]
+        assert ends == [AbortedError] * (WAITERS - 1)
+    rank.mark("is over")
 
 
 LAYOUTS = [[2], [3], [1, 1], [2, 1]]
 
 
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_it_ends_when_any_of_them_is_done(hosts: list[int], first: int) -> None:
+@on_ranks(*LAYOUTS)
+def test_it_ends_when_any_of_them_is_done(rank: Rank, first: int) -> None:
     """The other ranks submit one, and the rest only when the wait for it has ended."""
-    has_ended = threading.Event()
-
-    def body(rank: Rank) -> None:
-        if rank.rank == 0:
-            handles = [rank.submit("allreduce", f"x{number}", [np.ones(9)], reduce_op=SUM) for number in range(3)]
-            rank.context.wait_any(handles)
-            assert [rank.context.in_progress(handle) for handle in handles] == [number != first for number in range(3)]
-            has_ended.set()
-            rank.finish(*handles)
-            return
-        rank.allreduce(np.ones(9), f"x{first}")
-        assert has_ended.wait(60)
-        for number in {0, 1, 2} - {first}:
-            rank.allreduce(np.ones(9), f"x{number}")
-
-    run_ranks(body, hosts)
-
-
-@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
-def test_it_does_not_poll(hosts: list[int]) -> None:
-    waits = threading.Event()
-    sleeps: list[int] = []
-
-    def body(rank: Rank) -> None:
-        if rank.rank > 0:
-            assert waits.wait(60)
-            until = time.monotonic() + 0.5
-            wait_for(lambda: time.monotonic() > until)
-            rank.allreduce(np.ones(9), "a")
-            rank.allreduce(np.ones(9), "b")
-            return
-        handles = [rank.submit("allreduce", name, [np.ones(9)], reduce_op=SUM) for name in "ab"]
-        before = rank.context.counters()["sleeps"]
-        waits.set()
+    if rank.rank == 0:
+        handles = [rank.submit("allreduce", f"x{number}", [np.ones(9)], reduce_op=SUM) for number in range(3)]
         rank.context.wait_any(handles)
-        sleeps.append(rank.context.counters()["sleeps"] - before)
+        assert [rank.context.in_progress(handle) for handle in handles] == [number != first for number in range(3)]
+        rank.mark("has ended")
         rank.finish(*handles)
+        return
+    rank.allreduce(np.ones(9), f"x{first}")
+    rank.await_mark("has ended")
+    for number in {0, 1, 2} - {first}:
+        rank.allreduce(np.ones(9), f"x{number}")
 
-    run_ranks(body, hosts)
-    assert sleeps[0] < 50  # it was 250 with a look every 2 ms
+
+@on_ranks(*LAYOUTS)
+def test_it_does_not_poll(rank: Rank) -> None:
+    if rank.rank > 0:
+        rank.await_mark("waits")
+        until = time.monotonic() + 0.5
+        wait_for(lambda: time.monotonic() > until)
+        rank.allreduce(np.ones(9), "a")
+        rank.allreduce(np.ones(9), "b")
+        return
+    handles = [rank.submit("allreduce", name, [np.ones(9)], reduce_op=SUM) for name in "ab"]
+    before = rank.context.counters()["sleeps"]
+    rank.mark("waits")
+    rank.context.wait_any(handles)
+    assert rank.context.counters()["sleeps"] - before < 50  # it was 250 with a look every 2 ms
+    rank.finish(*handles)
 
 
 def test_no_sleep_begins_without_a_look_behind_its_mark(native: ModuleType) -> None:

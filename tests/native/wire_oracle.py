@@ -195,6 +195,11 @@ def batch_message(refs: Sequence[tuple[int, bytes]], values: Sequence[int] = ())
     return struct.pack("<BI", BATCH, len(refs)) + items + rows(values)
 
 
+def framed(message: bytes) -> bytes:
+    """As it travels, with its length in front."""
+    return struct.pack("<I", len(message)) + message
+
+
 def samples() -> dict[str, bytes]:
     """Small valid messages that between them use every type, operation, dtype and kind of item; names for files."""
     requests = {

@@ -1,13 +1,13 @@
 """Gradients are averaged when ``backward()`` returns: what it costs, who waits for whom, and what goes wrong how."""
 
 import copy
-import time
 import warnings
 from typing import Any
 
 import pytest
 import torch
 from interrupts import interrupt
+from jobs import wait_until
 from rank_pool import on
 from small_model import (
     BrokenBackward,
@@ -238,9 +238,8 @@ def test_an_exception_in_the_backward_of_one_rank_alone_is_an_error_on_all() -> 
         with pytest.raises(RuntimeError, match="broken in the middle"):
             model[2](BrokenBackward.apply(model[0](make_batch(0)))).square().mean().backward()
         call = optimizer.zero_grad
-    with pytest.raises(
-        ValueError, match=r"an exception has ended the backward\(\) of rank 0.*all ranks call optimizer\.zero_grad\(\)"
-    ):
+    told = r"an exception has ended the backward\(\) of rank 0.*all ranks call optimizer\.zero_grad\(\)"
+    with pytest.raises(ValueError, match=told):
         call()
     for step in range(2):
         optimizer.zero_grad()
@@ -268,12 +267,10 @@ def test_ctrl_c_comes_out_of_a_backward_that_waits() -> None:
 
     if hvd.rank() == 0:
         interrupt(lambda: make_loss(model, 0).backward(), KeyboardInterrupt, are_submitted, 0.2)
-        deadline = time.monotonic() + 30
         hvd.barrier()
-        while are_submitted():
-            for request in list(runtime.current().requests.values()):
-                request.wait()
-            assert time.monotonic() < deadline
+        for request in list(runtime.current().requests.values()):
+            request.wait()
+        wait_until(lambda: not are_submitted(), "all have been reduced")
     else:
         hvd.barrier()
         make_loss(model, 1).backward()
@@ -294,15 +291,6 @@ def test_a_scaler_that_looked_at_gradients_of_this_rank_only_is_an_error() -> No
     assert all(torch.equal(p, s) for p, s in zip(model.parameters(), start, strict=True))
     optimizer.synchronize()
     scaler.step(optimizer)
-
-
-@on("ranks2_in_backward")
-def test_the_argument_wins_over_the_environment() -> None:
-    model, optimizer = made(gradients_ready="step")
-    make_loss(model, hvd.rank()).backward()
-    with pytest.raises(AssertionError, match=r"zero_grad\(\) was called after backward"):
-        optimizer.zero_grad()
-    optimizer.step()
 
 
 @pytest.mark.parametrize("call", ["step", "zero_grad"])

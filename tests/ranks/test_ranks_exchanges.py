@@ -175,18 +175,16 @@ def test_sets_of_ranks_and_several_sparse_dimensions() -> None:
 
 @on("ranks2")
 def test_what_is_wrong_with_sparse_tensors_is_named() -> None:
-    with pytest.raises(
-        UsageError, match="sparse_allreduce 'x': expected a sparse tensor in COO form, not a tensor with"
-    ):
+    told = "sparse_allreduce 'x': expected a sparse tensor in COO form, not a tensor with"
+    with pytest.raises(UsageError, match=told):
         hvd.sparse_allreduce_async(torch.ones(2), "x", hvd.Sum)
     with pytest.raises(UsageError, match="not 3"):
         hvd.sparse_allreduce_async(3, "x", hvd.Sum)
     with pytest.raises(UnsupportedError, match="neither Average nor Sum"):
         hvd.sparse_allreduce_async(_own(), "x", hvd.Max)
     other = torch.sparse_coo_tensor([[0]], [1.0], (2 + hvd.rank(),), check_invariants=True)
-    with pytest.raises(
-        MismatchError, match=r"rank 0 gave a tensor of shape \[2\] with 1 sparse dimensions, rank 1 one of shape \[3\]"
-    ):
+    told = r"rank 0 gave a tensor of shape \[2\] with 1 sparse dimensions, rank 1 one of shape \[3\]"
+    with pytest.raises(MismatchError, match=told):
         hvd.sparse_allreduce_async(other, "x", hvd.Sum)()
     deep = torch.sparse_coo_tensor([[0]] * (1 + hvd.rank()), [1.0], (2,) * (1 + hvd.rank()), check_invariants=True)
     with pytest.raises(MismatchError):

@@ -1,20 +1,26 @@
-"""Gradients that are not what hooks expect, on which they call Python; and what hooks keep alive."""
+"""Gradients that hooks submit together, each of which may fail or be unlike the last one; and what hooks keep alive."""
 
 import gc
 import sys
+import traceback
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from rank_pool import on
+from interrupts import do_at
+from rank_pool import RankPool, on
+from small_model import made, make_loss, mean_gradients
 
 import horo.torch as hvd
 from horo.core.calls import know_torch
+from horo.errors import UsageError
 from horo.torch.compat.profiler import profiling
 from horo.torch.compat.torch_private import exchange_table, forward_mode
 from horo.torch.engine import operation, runtime
+from horo.torch.optimizer import backward_hooks
+from horo.torch.optimizer.shared_gradients import COUNTS_IN_HOOKS
 
 
 class _Subclass(torch.Tensor):
@@ -140,3 +146,132 @@ def test_hooks_keep_nothing_alive_and_leave_nothing_behind() -> None:
     del values, named, optimizer
     gc.collect()
     assert [each() for each in left] == [None] * 2
+
+
+def _many(count: int = 40) -> tuple[list[torch.nn.Parameter], Any]:
+    values = [torch.nn.Parameter(torch.zeros(3)) for _ in range(count)]
+    named = [(f"value {index}", value) for index, value in enumerate(values)]
+    return values, hvd.DistributedOptimizer(torch.optim.SGD(values, lr=0.0), named)
+
+
+def _backward(values: list[torch.nn.Parameter], scale: float) -> None:
+    sum((value * scale * (at + 1)).sum() for at, value in enumerate(values)).backward()
+
+
+@pytest.mark.skipif(not COUNTS_IN_HOOKS, reason="each hook submits its gradient")
+@on("ranks2_always")
+def test_a_bucket_is_submitted_when_it_is_full_and_the_rest_at_the_end() -> None:
+    values, optimizer = _many()
+    seen: list[int] = []
+    for value in values:
+        value.register_post_accumulate_grad_hook(lambda _: seen.append(runtime.current().core.counters()["requests"]))
+    for _ in range(5):
+        optimizer.zero_grad()
+        seen.clear()
+        _backward(values, hvd.rank() + 1)
+        assert [count - seen[0] for count in seen] == [0] * 31 + [32] * 9
+        assert all(value.grad.eq(1.5 * (at + 1)).all() for at, value in enumerate(values))
+        optimizer.step()
+    assert runtime.current().core.counters()["requests"] - seen[0] == 40
+
+
+@on("ranks2_in_backward")
+def test_a_bucket_has_a_gradient_that_only_one_rank_makes() -> None:
+    values, optimizer = _many()
+    for step in range(6):
+        optimizer.zero_grad()
+        used = values if hvd.rank() == 0 or step % 2 == 0 else values[:3] + values[4:]
+        sum(((value if value is not values[3] else 2 * value) * (step + 1)).sum() for value in used).backward()
+        for at, value in enumerate(values):
+            mean = (1 + (at == 3)) * (step + 1) / (1 + (at == 3 and step % 2 == 1))
+            assert value.grad.tolist() == [mean] * 3, (step, at)
+        optimizer.step()
+
+
+@on("ranks2_in_backward")
+def test_a_change_of_one_gradient_is_found_and_the_others_of_its_bucket_are_averaged() -> None:
+    values, optimizer = _many(4)
+    for step in range(4):
+        optimizer.zero_grad()
+        if step < 3 or not COUNTS_IN_HOOKS or runtime.current().job.overlap != "always":
+            _backward(values, hvd.rank())
+            continue
+        hook = values[2].register_post_accumulate_grad_hook(_double)
+        with pytest.raises(ValueError, match="the gradient of 'value 2' was changed while it was being reduced"):
+            _backward(values, hvd.rank())
+        hook.remove()
+        assert [value.grad.tolist() for value in values[:2]] == [[0.5] * 3, [1.0] * 3]
+
+
+@pytest.mark.skipif(not COUNTS_IN_HOOKS, reason="each hook submits its gradient")
+@on("ranks2_always")
+def test_gradients_that_the_core_refuses_in_a_hook_are_sent_by_zero_grad(monkeypatch: pytest.MonkeyPatch) -> None:
+    values, optimizer = _many(100)
+    parts: list[int] = []
+    whole = runtime.current().submit_each
+
+    def refuse_second(gradients: list[Any], sync: bool, pending: object) -> None:
+        parts.append(len(gradients))
+        whole(gradients[:3] if len(parts) == 2 else gradients, sync, pending)
+        if len(parts) == 2:
+            raise UsageError("refused")
+
+    for step in range(8):
+        optimizer.zero_grad()
+        if step < 4:  # there are requests for both ways then
+            with optimizer.no_sync():
+                _backward(values, 1.0)
+            optimizer.synchronize()
+            optimizer.zero_grad()
+        elif step == 6:
+            monkeypatch.setattr(runtime.current(), "submit_each", refuse_second)
+            with pytest.raises(UsageError, match="refused"):
+                _backward(values, 1.0)
+            optimizer.zero_grad()
+            assert parts == [32, 32, 29]  # of the last third there are no gradients
+        _backward(values, hvd.rank() + 1)
+        assert all(value.grad.eq(1.5 * (at + 1)).all() for at, value in enumerate(values))
+        optimizer.step()
+
+
+def _double(value: torch.Tensor) -> None:
+    value.grad.mul_(2)
+
+
+class _Interrupt(Exception):
+    pass
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 2 << 16])
+def test_training_goes_on_wherever_a_signal_handler_ends_a_hook(ranks2_always: RankPool, bucket_bytes: int) -> None:
+    def check() -> int:
+        bytes_before, backward_hooks.BUCKET_BYTES = backward_hooks.BUCKET_BYTES, bucket_bytes
+        model, optimizer = made()
+        at = 0
+        is_over = False
+
+        def handler() -> None:
+            nonlocal is_over
+            is_over = any(frame.name == "_run_ended" for frame in traceback.extract_stack())
+            if not is_over:
+                raise _Interrupt
+
+        while not is_over:
+            for step in range(3 if at == 0 else 1):
+                optimizer.zero_grad()
+                make_loss(model, hvd.rank(), step).backward()
+                for found, wanted in zip(model.parameters(), mean_gradients(model, 2, step), strict=True):
+                    torch.testing.assert_close(found.grad, wanted)
+                optimizer.step()  # a further reduction would have a mark, and its first gradient a request alone
+            optimizer.zero_grad()
+            loss = make_loss(model, hvd.rank(), 7)
+            try:
+                do_at(loss.backward, at, handler)
+            except _Interrupt:
+                at += 1
+        backward_hooks.BUCKET_BYTES = bytes_before
+        optimizer.zero_grad()
+        return at
+
+    counts = ranks2_always.run(check)
+    assert counts[0] == counts[1] > 20

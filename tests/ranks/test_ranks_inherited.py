@@ -67,15 +67,16 @@ def are_refused(lines: list[str], ways: list[str]) -> None:
         assert "hororun -np 1" in line
 
 
-@pytest.mark.parametrize("launcher", ["hororun", "torchrun"])
-def test_what_inherits_a_ranks_place_is_refused_and_the_job_goes_on(tmp_path: Path, launcher: str) -> None:
-    ways = [*WAYS] if launcher == "hororun" else ["spawn"]
+HEARS = "os.write(1, f'WAY: {os.getpid()} hears: {SAID}\\n'.encode())"
+"""One write: torchrun's ranks share a pipe, and print() may write the newline apart."""
+
+
+def test_what_inherits_a_ranks_place_is_refused_and_the_job_goes_on(tmp_path: Path) -> None:
     text = PLAIN + MAIN
-    for way in ways:  # one write: torchrun's ranks share a pipe, and print() may write the newline apart
-        text += f"    said = {WAYS[way]}\n    os.write(1, f'{way}: {{os.getpid()}} hears: {{said}}\\n'.encode())\n"
+    for way, start in WAYS.items():
+        text += f"    said = {start}\n    {HEARS.replace('WAY', way).replace('SAID', 'said')}\n"
         text += "    assert rank.allreduce('x') == [3.0, 3.0]\n"
-    words = () if launcher == "hororun" else (*TORCHRUN, "2")
-    are_refused(run(tmp_path / "train.py", text + "    rank.close()\n", *words).stdout.splitlines(), ways * 2)
+    are_refused(run(tmp_path / "train.py", text + "    rank.close()\n").stdout.splitlines(), [*WAYS] * 2)
 
 
 def test_a_script_without_a_guard_says_so_in_the_child(tmp_path: Path) -> None:
@@ -119,23 +120,23 @@ rank.close()
     assert sorted(run(tmp_path / "train.py", text).stdout.splitlines()) == [f"inner {[r, size]}" for r in range(size)]
 
 
-TRAIN = """
-import atexit, sys, time
-sys.path.insert(0, {tests!r})
-from plain_rank import Rank
+TRAIN = f"""{PLAIN}
+import atexit, time
 from horo.bootstrap import ending
 
 ending._AFTER_CAUSE_S = 60  # until torchrun has seen the end of the cause, which may take long on a busy machine
-rank = Rank()
-number, _ = rank.start()
-rank.allreduce("first")
-if number == 1:
-    atexit.register(time.sleep, 0.3)  # the stimulus: the cause is slower to end than its victim
-    {end}
-try:
-    rank.allreduce("second")
-except Exception:
-    {answer}
+if __name__ == "__main__":
+    number, _ = rank.start()
+    said = start("spawn")
+    {HEARS.replace("WAY", "spawn").replace("SAID", "said")}
+    rank.allreduce("first")
+    if number == 1:
+        atexit.register(time.sleep, 0.3)  # the stimulus: the cause is slower to end than its victim
+        END
+    try:
+        rank.allreduce("second")
+    except Exception:
+        ANSWER
 """
 RAISES, EXITS = "raise ValueError('bad sample in shard 7')", "sys.exit(7)"
 
@@ -145,10 +146,12 @@ RAISES, EXITS = "raise ValueError('bad sample in shard 7')", "sys.exit(7)"
     [(RAISES, "rank.close(); raise", "1"), (EXITS, "rank.close(); sys.exit(9)", "7")],
     ids=["an exception, and its victim leaves the job first", "sys.exit, and its victim has a code of its own"],
 )
-def test_the_rank_that_is_the_cause_is_the_first_failure(tmp_path: Path, end: str, answer: str, code: str) -> None:
+def test_of_torchruns_ranks_the_cause_is_the_first_failure(tmp_path: Path, end: str, answer: str, code: str) -> None:
+    """And what inherits their place is refused."""
     script = tmp_path / "train.py"
-    script.write_text(TRAIN.format(tests=str(Path(__file__).resolve().parent.parent), end=end, answer=answer))
+    script.write_text(TRAIN.replace("END", end).replace("ANSWER", answer))
     done = run_python(*TORCHRUN, "2", "--monitor-interval", "0.1", str(script), timeout=200)
     assert done.returncode != 0
+    are_refused(done.stdout.splitlines(), ["spawn"] * 2)
     assert ("PeerLostError: rank 1 (" in done.stderr) == ("exit" not in answer)
     assert re.findall(r"failed \(exitcode: (\d+)\) local_rank: (\d)", done.stderr) == [(code, "1")], done.stderr

@@ -1,7 +1,7 @@
 """Signal handlers that raise while a request goes into the core: its memory stays, and so does the way out."""
 
+import contextlib
 import gc
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from interrupts import do_at
 from rank_pool import on
 
 import horo.torch as hvd
@@ -19,33 +20,8 @@ class _StopError(Exception):
     pass
 
 
-def _interrupted(call: Callable[[], Any], at: int) -> bool:
-    """Calls and raises at the ``at``-th place after the core has the request; whether there are so many.
-
-    Python runs signal handlers where a function begins and where one of C has returned, which a profiler is told of.
-    """
-    left = -1
-
-    def look(frame: Any, event: str, what: Any) -> None:
-        nonlocal left
-        if (event == "c_return" and what.__name__ == "horo_submit") or (
-            left < 0 and event == "call" and frame.f_code is _runtime.Runtime.go_on.__code__
-        ):
-            left = at
-        elif left < 0 or event not in {"call", "c_return"}:
-            return
-        if left == 0:
-            raise _StopError
-        left -= 1
-
-    sys.setprofile(look)
-    try:
-        call()
-    except _StopError:
-        return True
-    finally:
-        sys.setprofile(None)
-    return False
+def _fail() -> None:
+    raise _StopError
 
 
 _FORMS: dict[str, Callable[[torch.Tensor, str], Any]] = {
@@ -84,7 +60,8 @@ def test_memory_stays_wherever_the_interrupt_comes(form: str, warm: bool) -> Non
         before = runtime.core.counters()["requests"]
         tensor = torch.ones(8)
         memory = weakref.ref(tensor)
-        more = _interrupted(lambda: call(tensor, names[-1]), len(names) - 1)  # noqa: B023
+        with contextlib.suppress(_StopError):
+            more = do_at(lambda: call(tensor, names[-1]), len(names) - 1, _fail, {"horo_submit", "go_on"})  # noqa: B023
         del tensor
         gc.collect()  # frames that the exception has kept
         assert not runtime.active_calls, names[-1]

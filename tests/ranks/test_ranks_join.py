@@ -12,18 +12,14 @@ from typing import Any
 import pytest
 import torch
 from interrupts import interrupt
+from jobs import wait_until
 from rank_pool import on
-from small_model import assert_close, make_loss, make_model, take_step
+from small_model import assert_close, batches, make_loss, make_model, take_step
 
 import horo.torch as hvd
 from horo.torch.engine import runtime
 
 EPOCHS = 3
-
-
-def batches(rank: int, size: int, epoch: int) -> int:
-    """Each rank has another number, in another order in each epoch; one has none."""
-    return (rank + epoch) % size * 2
 
 
 def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -126,9 +122,7 @@ def test_sparse_gradients() -> None:
 def test_adasum_of_steps_goes_on_with_those_that_are_left() -> None:
     model = torch.nn.Linear(2, 1, bias=False).double()
     torch.nn.init.ones_(model.weight)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.5), model.named_parameters(), op=hvd.Adasum
-    )
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model, op=hvd.Adasum)
     for _ in range(3 if hvd.rank() == 1 else 1):
         optimizer.zero_grad()
         model(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
@@ -167,9 +161,7 @@ def test_an_optimizer_over_a_process_set() -> None:
     own = odd if odd.included() else even
     model = torch.nn.Linear(1, 1, bias=False).double()
     torch.nn.init.zeros_(model.weight)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), process_set=own
-    )
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, process_set=own)
     first = hvd.rank() in {0, 1}
     for step in range(1 if first else 3):
         optimizer.zero_grad()
@@ -252,12 +244,14 @@ def test_what_no_rank_can_do_for_another_is_an_error_and_the_job_goes_on() -> No
     hvd.remove_process_set(again)
 
 
-def await_file(path: Path, meanwhile: Callable[[], Any]) -> None:
-    """Until another rank, which cannot communicate, has made it."""
-    end = time.monotonic() + 50
-    while not path.exists():
-        meanwhile()
-        assert time.monotonic() < end
+def await_file(path: Path) -> None:
+    """Until another rank, which cannot communicate, has made it; this one does so meanwhile."""
+
+    def is_there() -> bool:
+        hvd.allreduce(torch.ones(1), name="meanwhile")
+        return path.exists()
+
+    wait_until(is_there, f"{path}", 0.0)
 
 
 @on("ranks2")
@@ -270,14 +264,13 @@ def test_threads_of_a_rank_wait_for_one_round(tmp_path: Path) -> None:
             for thread in threads:
                 thread.start()
             joining = runtime.current().joining
-            while joining._round is None or len(joining._round.callers) < len(threads):
-                time.sleep(0.001)
+            wait_until(lambda: joining._round and len(joining._round.callers) == 3, "all threads wait")  # noqa: B023
             (folder / str(turn)).touch()
             for thread in threads:
                 thread.join(30)
             assert found == [1, 1, 1]
         else:
-            await_file(folder / str(turn), lambda: hvd.allreduce(torch.ones(1), name="x"))
+            await_file(folder / str(turn))
             assert hvd.join() == 1
 
 
@@ -332,21 +325,14 @@ def settling_late(left: Path) -> Iterator[None]:
         current.joining.settle = settle
 
 
-def meanwhile() -> Any:
-    return hvd.allreduce(torch.ones(1), name="meanwhile")
-
-
-def until_taken(call: Any) -> None:
-    """Repeats an operation that is refused as long as others have not joined."""
-    end = time.monotonic() + 50
-    while True:
-        try:
-            call()
-        except hvd.UsageError as error:
-            assert "has joined" in str(error)
-            assert time.monotonic() < end
-        else:
-            return
+def is_taken(call: Any) -> bool:
+    """Whether an operation is not refused, as it is as long as others have not joined."""
+    try:
+        call()
+    except hvd.UsageError as error:
+        assert "has joined" in str(error)
+        return False
+    return True
 
 
 @on("ranks4")
@@ -397,11 +383,11 @@ def test_a_join_that_was_left_ends_with_the_next_operation(tmp_path: Path, kind:
         if hvd.rank() == 0:
             interrupted_join()
             (left / str(epoch)).touch()
-            until_taken(operate)
+            wait_until(lambda: is_taken(operate), "the others have joined", 0.0)
         else:
             for _ in range(3):
                 hvd.allreduce(torch.ones(1))
-            await_file(left / str(epoch), meanwhile)
+            await_file(left / str(epoch))
             hvd.join()
             operate()
         assert hvd.allgather_object(epoch) == [epoch] * 4
@@ -423,7 +409,7 @@ def test_nothing_is_submitted_between_the_joins_of_all_and_the_end_of_the_round(
         with settling_late(left), pytest.raises(hvd.UsageError, match=r"'allreduce.x': rank 0 has joined"):
             hvd.allreduce(torch.ones(1), name="x")
     else:
-        await_file(left, meanwhile)
+        await_file(left)
         hvd.join()
     assert hvd.allreduce(torch.ones(1), name="x", op=hvd.Sum).item() == 4
     hvd.remove_process_set(pair)
@@ -440,7 +426,7 @@ def test_a_backward_in_which_all_have_joined_is_one_after_the_round(tmp_path: Pa
     if hvd.rank() == 0:
         interrupted_join()
     else:
-        await_file(left, meanwhile)
+        await_file(left)
         hvd.join()
     with settling_late(left) if hvd.rank() == 0 else nullcontext():
         make_loss(models[1], hvd.rank(), 0).backward()
@@ -464,7 +450,7 @@ def test_a_rank_that_waits_may_step_alone(tmp_path: Path, op: str) -> None:
         optimizer.step()
         left.touch()
     else:
-        await_file(left, meanwhile)
+        await_file(left)
     hvd.join()
     hvd.remove_process_set(other)
 

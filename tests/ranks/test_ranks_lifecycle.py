@@ -7,18 +7,20 @@ import re
 import signal
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from forked import in_child
+from jobs import wait_until
 from rank_pool import on
 from small_model import made, make_loss, make_model, sgd, take_step
 
 import horo.torch as hvd
 from horo.errors import AbortedError, NotInitializedError, PeerLostError, UsageError
+from horo.torch.engine import runtime
 from horo.torch.lifecycle import _at_exit
 
 
@@ -44,9 +46,7 @@ def test_many_jobs_in_one_process_leak_nothing() -> None:
     def rest(allowed: set[int]) -> None:
         """Waits for the end of all other threads: Python's join() comes back shortly before a thread is gone."""
         gc.collect()
-        deadline = time.monotonic() + 20
-        while not threads() <= allowed and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: threads() <= allowed, "the other threads are gone")
         assert threads() == allowed
 
     for _ in range(4):
@@ -161,37 +161,26 @@ def test_each_thread_may_call_init_or_shutdown_when_its_operation_has_failed(cal
 def test_a_forked_child_gets_a_clear_error_and_leaves_the_parent_intact() -> None:
     pending = hvd.allreduce_async(torch.ones(100), name="before")
     hvd.allreduce(torch.ones(1))  # so that the child's is no first one
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        answers = [str(hvd.rank() == int(os.environ["HOROVOD_RANK"]))]
+
+    def errors() -> list[str]:
+        assert hvd.rank() == int(os.environ["HOROVOD_RANK"])
+        told = []
         for call in (lambda: hvd.allreduce(torch.ones(1)), lambda: hvd.synchronize(pending), hvd.barrier, hvd.init):
-            try:
+            with pytest.raises(UsageError) as caught:
                 call()
-                answers.append("no error")
-            except UsageError as error:
-                answers.append(str(error))
+            told.append(str(caught.value))
         hvd.shutdown()
-        os.write(writer, "\n".join(answers).encode())
-        os._exit(0)
-    os.close(writer)
-    assert os.waitpid(child, 0) == (child, 0)
-    with os.fdopen(reader) as stream:
-        ranked, *answers = stream.read().split("\n")
-    assert ranked == "True"
-    assert len(answers) == 4
-    assert all(f"was forked from rank {hvd.rank()}" in answer for answer in answers[:3])
-    assert "was forked from a rank" in answers[3]
+        return told
+
+    *told, of_init = in_child(errors)
+    assert all(f"was forked from rank {hvd.rank()}" in each for each in told)
+    assert "was forked from a rank" in of_init
     assert hvd.synchronize(pending).tolist() == [1.0] * 100
     assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [2.0] * 3
 
 
 def _until_a_call_waits() -> None:
-    from horo.torch.engine import runtime  # noqa: PLC0415
-
-    deadline = time.monotonic() + 10
-    while not runtime.current().active_calls and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_until(lambda: runtime.current().active_calls, "a call waits", every_s=0.001)
 
 
 @on("ranks2")
@@ -235,26 +224,12 @@ def test_shutdown_is_refused_while_another_thread_waits() -> None:
 @on("ranks2")
 def test_a_grandchild_keeps_its_own_files() -> None:
     """The child's copies of the rank's descriptors are closed, so its own files get their numbers."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
+
+    def child() -> None:
         files = [os.open("/dev/null", os.O_RDONLY) for _ in range(40)]
-        grandchild = os.fork()
-        if grandchild == 0:
-            lost = []
-            for file in files:
-                try:
-                    os.fstat(file)
-                except OSError:
-                    lost.append(file)
-            os.write(writer, repr(lost).encode())
-            os._exit(0)
-        os.waitpid(grandchild, 0)
-        os._exit(0)
-    os.close(writer)
-    assert os.waitpid(child, 0) == (child, 0)
-    with os.fdopen(reader) as stream:
-        assert stream.read() == "[]"
+        in_child(lambda: [os.fstat(file) and None for file in files])
+
+    in_child(child)
     hvd.barrier()
 
 

@@ -40,28 +40,21 @@ def test_means_are_over_all_samples_of_all_ranks() -> None:
     assert math.isnan(second["loss"])
 
 
-@on("ranks4")
-def test_a_process_set_averages_among_its_members() -> None:
-    evens = hvd.add_process_set(range(0, hvd.size(), 2))
-    averages = hvd.MetricAverage("x", process_set=evens)
-    averages.update(x=hvd.rank())
-    if evens.included():
-        assert averages.compute() == {"x": 1.0}
-    hvd.remove_process_set(evens)
-
-
-def test_what_is_wrong_with_a_metric_is_named() -> None:
+def test_what_is_wrong_with_a_metric_or_a_warmup_is_named() -> None:
     for names in ((), ("a", "a"), ("a", ""), (1,)):
         with pytest.raises(hvd.UsageError, match="expected the names of the metrics, each once"):
             hvd.MetricAverage(*names)
     averages = hvd.MetricAverage("loss")
     with pytest.raises(hvd.UsageError, match=r"update\(los=...\): its metrics are loss"):
         averages.update(los=1)
-    for weight in (-1, math.nan, math.inf):
-        with pytest.raises(hvd.UsageError, match="a weight is a number from 0 on"):
-            averages.update(weight, loss=1)
     with pytest.raises(hvd.NotInitializedError):
         averages.compute()
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    for steps in (-1, 2.5, "5", None):
+        with pytest.raises(hvd.UsageError, match=r"LearningRateWarmup\(steps=.*from 0 on"):
+            hvd.LearningRateWarmup(optimizer, steps)
+    with pytest.raises(hvd.NotInitializedError):
+        hvd.LearningRateWarmup(optimizer, 5)
 
 
 def test_an_update_that_fails_counts_nothing_and_names_metric_and_value() -> None:
@@ -73,7 +66,7 @@ def test_an_update_that_fails_counts_nothing_and_names_metric_and_value() -> Non
         assert f"update(b=...): {shown}" in str(caught.value)
         assert str(caught.value).endswith(" is not one number")
     tensors = [(torch.ones(2), "a tensor of shape [2]"), (-torch.ones(1), "-1")]
-    for weight, shown in [*tensors, ("1", "'1'"), (None, "None")]:
+    for weight, shown in [*tensors, ("1", "'1'"), (None, "None"), (-1, "-1"), (math.nan, "nan"), (math.inf, "inf")]:
         with pytest.raises(hvd.UsageError) as caught:
             averages.update(weight, a=1)
         assert f"update({shown}, ...): a weight is a number from 0 on" in str(caught.value)
@@ -140,21 +133,16 @@ def test_a_warmup_goes_on_from_its_state() -> None:
 
 
 @on("ranks4")
-def test_a_process_set_has_as_many_ranks_as_it_has() -> None:
+def test_a_process_set_averages_among_its_members_and_has_as_many_ranks_as_it_has() -> None:
     first = hvd.add_process_set([0, 1, 2])
+    averages = hvd.MetricAverage("x", process_set=first)
+    averages.update(x=hvd.rank())
+    if first.included():
+        assert averages.compute() == {"x": 1.0}
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=3.0)
     hvd.LearningRateWarmup(optimizer, 5, process_set=first)
     hvd.remove_process_set(first)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1.0 if hvd.rank() < 3 else 3.0)
-
-
-def test_what_is_wrong_with_a_warmup_is_named() -> None:
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    for steps in (-1, 2.5, "5", None):
-        with pytest.raises(hvd.UsageError, match=r"LearningRateWarmup\(steps=.*from 0 on"):
-            hvd.LearningRateWarmup(optimizer, steps)
-    with pytest.raises(hvd.NotInitializedError):
-        hvd.LearningRateWarmup(optimizer, 5)
 
 
 FUNCTIONS = [name for name in hvd.__all__ if inspect.isfunction(getattr(hvd, name))]

@@ -21,6 +21,7 @@ from small_model import (
     needs_cpu_scaler,
     sgd,
     take_step,
+    train,
 )
 
 import horo.torch as hvd
@@ -97,26 +98,23 @@ def test_lbfgs_takes_the_same_path_on_all_ranks() -> None:
     assert hvd.allgather_object(bits_of(model)) == [bits_of(model)] * n
 
 
+@pytest.mark.parametrize("is_before", [True, False])
 @on("ranks2_in_most_orders")
-def test_schedulers_made_before_or_after_work_without_a_warning() -> None:
-    for before in (True, False):
-        model = make_model()
-        plain = torch.optim.SGD(model.parameters(), lr=1.0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            if before:
-                scheduler = torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
-            optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
-            if not before:
-                scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-            for step in range(3):
-                start = [p.detach().clone() for p in model.parameters()]
-                wanted = mean_gradients(model, hvd.size(), step)
-                optimizer.zero_grad()
-                take_step(model, optimizer, step)
-                assert_close(model.parameters(), [s - 0.5**step * g for s, g in zip(start, wanted, strict=True)])
-                scheduler.step()
-        assert optimizer.param_groups[0]["lr"] == 0.125
+def test_schedulers_made_before_or_after_work_without_a_warning(is_before: bool) -> None:
+    model = make_model()
+    plain = torch.optim.SGD(model.parameters(), lr=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedulers = [torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)] if is_before else []
+        optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+        schedulers = schedulers or [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+        for step in range(3):
+            means = mean_gradients(model, hvd.size(), step)
+            wanted = [p - 0.5**step * g for p, g in zip(model.parameters(), means, strict=True)]
+            train(model, optimizer, step)
+            assert_close(model.parameters(), wanted)
+            schedulers[0].step()
+    assert optimizer.param_groups[0]["lr"] == 0.125
 
 
 @on("ranks")
@@ -139,31 +137,19 @@ def test_clipping_after_synchronize_sees_averaged_gradients() -> None:
 @pytest.mark.parametrize("groups", [None, 1])
 @on("ranks2_in_most_orders")
 def test_parameters_frozen_and_thawed_later_are_detected(groups: int | None) -> None:
-    n = hvd.size()
     model = make_model()
     model[0].requires_grad_(False)
     optimizer = sgd(model, groups=groups)
-
-    def step(number: int) -> None:
-        optimizer.zero_grad()
-        wanted = mean_gradients(model, n, number)
-        take_step(model, optimizer, number)
-        for parameter, gradient in zip(model.parameters(), wanted, strict=True):
-            if parameter.requires_grad:
-                torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-12)
-            else:
-                assert parameter.grad is None
-
-    step(0)
+    train(model, optimizer, 0)
     model[0].requires_grad_(True)
-    step(1)
-    step(2)
+    train(model, optimizer, 1)
+    train(model, optimizer, 2)
     model[2].requires_grad_(False)
-    step(3)
+    train(model, optimizer, 3)
     model[0].weight.requires_grad_(False)
-    step(4)
+    train(model, optimizer, 4)
     model.requires_grad_(True)
-    step(5)
+    train(model, optimizer, 5)
 
 
 @on("ranks2_in_most_orders")
@@ -200,12 +186,8 @@ def test_predividing_keeps_a_sum_of_float16_in_range() -> None:
     """A gradient beyond float16 is divided before it is rounded, and a result beyond it is infinite."""
     for value, wanted in ((40000.0, 40000.0), (1e6, float("inf"))):
         parameter = torch.nn.Parameter(torch.zeros(3000))
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD([parameter], lr=1.0),
-            [("p", parameter)],
-            compression=hvd.Compression.fp16,
-            gradient_predivide_factor=64.0,
-        )
+        options: Any = {"compression": hvd.Compression.fp16, "gradient_predivide_factor": 64.0}
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), [("p", parameter)], **options)
         (parameter * value).sum().backward()
         optimizer.step()
         torch.testing.assert_close(parameter.grad, torch.full((3000,), wanted), rtol=2**-9, atol=0.0)
@@ -285,15 +267,14 @@ def test_a_step_after_synchronize_without_skip_warns_once_and_reduces_nothing_tw
 def test_zero_grad_takes_its_argument_and_refuses_while_gradients_are_under_way(set_to_none: bool) -> None:
     model, optimizer = made()
     for step in range(3):
-        optimizer.zero_grad(set_to_none=set_to_none)
         wanted = mean_gradients(model, hvd.size(), step)
         make_loss(model, hvd.rank(), step).backward()
         with pytest.raises(AssertionError, match=r"zero_grad\(\) was called after backward"):
             optimizer.zero_grad(set_to_none=set_to_none)
         optimizer.step()
         assert_close(gradients_of(model), wanted)
-    optimizer.zero_grad(set_to_none=set_to_none)
-    assert all((g is None) == set_to_none for g in gradients_of(model))
+        optimizer.zero_grad(set_to_none=set_to_none)
+        assert all((g is None) == set_to_none for g in gradients_of(model))
 
 
 @on("more_in_step")
@@ -302,7 +283,6 @@ def test_several_backward_passes_add_up_before_one_reduction() -> None:
     model, optimizer = made(backward_passes_per_step=3)
     assert optimizer.backward_passes_per_step == 3
     for _ in range(2):
-        optimizer.zero_grad()
         wanted = [sum(g) for g in zip(*(mean_gradients(model, n, step) for step in range(3)), strict=True)]
         for step in range(3):
             assert not optimizer._handles
@@ -310,13 +290,9 @@ def test_several_backward_passes_add_up_before_one_reduction() -> None:
         assert len(optimizer._handles) == 4
         optimizer.step()
         assert_close(gradients_of(model), wanted)
+        optimizer.zero_grad()
     optimizer.set_backward_passes_per_step(1)
-    optimizer.zero_grad()
-    wanted = mean_gradients(model, n)
-    make_loss(model, r).backward()
-    assert len(optimizer._handles) == 4
-    optimizer.step()
-    assert_close(gradients_of(model), wanted)
+    train(model, optimizer, 0)
 
 
 @on("in_step")
@@ -356,19 +332,12 @@ def test_no_sync_accumulates_locally() -> None:
 
 @on("in_step")
 def test_parameter_groups_added_later_are_reduced() -> None:
-    n, r = hvd.size(), hvd.rank()
     model = make_model()
-    names = dict(model.named_parameters())
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model[0].parameters(), lr=0.1), names.items())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model[0].parameters(), lr=0.1), model.named_parameters())
     take_step(model, optimizer)
-    optimizer.zero_grad()
     model.zero_grad()
     optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.01})
-    wanted = mean_gradients(model, n, 1)
-    make_loss(model, r, 1).backward()
-    assert len(optimizer._handles) == 4
-    optimizer.step()
-    assert_close(gradients_of(model), wanted)
+    train(model, optimizer, 1)
 
 
 @on("in_step")

@@ -54,9 +54,8 @@ def test_rows_that_do_not_fit_are_refused_where_they_do_not() -> None:
         rows = torch.full((2 if turn % 3 == 2 and hvd.rank() == 1 else 1, 2), float(turn))
         out = torch.zeros(3 if hvd.rank() == 1 and turn % 3 == 2 else 2, 2)
         if turn % 3 == 2 and hvd.rank() == 0:
-            with pytest.raises(
-                hvd.UsageError, match=re.escape("allgather 'g': out has the shape [2, 2], the result [3")
-            ):
+            told = re.escape("allgather 'g': out has the shape [2, 2], the result [3")
+            with pytest.raises(hvd.UsageError, match=told):
                 hvd.allgather(rows, name="g", out=out)
         else:
             assert hvd.allgather(rows, name="g", out=out).tolist() == [[float(turn)] * 2] * out.shape[0]

@@ -1,13 +1,14 @@
 """Process sets: some ranks among themselves, several sets at once, optimizers over them; on one host and several."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from rank_pool import on, on_own
-from small_model import make_batch, make_loss, make_model
+from small_model import make_batch, make_loss, make_model, take_step, take_steps
 
 import horo.torch as hvd
 from horo.errors import MismatchError, UsageError
@@ -15,8 +16,17 @@ from horo.errors import MismatchError, UsageError
 SETS = [[0, 1], [2, 3], [0, 2], [1, 2, 3], [3]]
 
 
-def ranks_sum(ranks: list[int], factor: float = 1.0) -> float:
-    return sum((rank + 1) * factor for rank in ranks)
+def ranks_sum(ranks: list[int]) -> float:
+    return sum(rank + 1.0 for rank in ranks)
+
+
+@contextmanager
+def members_of(*ranks: int) -> Iterator[hvd.ProcessSet]:
+    """A process set that there is inside."""
+    members = hvd.add_process_set(list(ranks))
+    yield members
+    hvd.barrier()
+    hvd.remove_process_set(members)
 
 
 @on("four")
@@ -86,32 +96,33 @@ def test_a_set_waits_neither_for_other_ranks_nor_for_other_sets() -> None:
 
 @on("four")
 def test_gradients_follow_the_operations_of_a_set() -> None:
-    members = hvd.add_process_set([1, 2, 3])
-    if members.included():
-        for op, wanted in ((hvd.Sum, 3.0 * 9), (hvd.Average, 9.0)):  # losses weigh 2 + 3 + 4
-            tensor = torch.full((2,), float(hvd.rank()), requires_grad=True)
-            (hvd.allreduce(tensor, op=op, process_set=members) * (hvd.rank() + 1)).sum().backward()
-            assert tensor.grad.tolist() == pytest.approx([wanted / 3] * 2)
-        for op, holder in ((hvd.Max, 3), (hvd.Min, 1)):
-            tensor = torch.full((2,), float(hvd.rank()), requires_grad=True)
-            (hvd.allreduce(tensor, op=op, process_set=members) * (hvd.rank() + 1)).sum().backward()
-            assert tensor.grad.tolist() == [9.0 if hvd.rank() == holder else 0.0] * 2
-        tensor = torch.full((2,), float(hvd.rank()), requires_grad=True)
-        hvd.allreduce(tensor, op=hvd.Product, process_set=members).sum().backward()
-        assert tensor.grad.tolist() == pytest.approx([3 * 6 / hvd.rank()] * 2)
-        rows = torch.ones((hvd.rank(), 2), requires_grad=True)
-        weights = torch.arange(6.0).reshape(6, 1) * (hvd.rank() + 1)  # 1 + 2 + 3 rows
-        (hvd.allgather(rows, process_set=members) * weights).sum().backward()
+    def gradient(call: Callable[[torch.Tensor], Any], rows: int = 2) -> list[float]:
+        tensor = torch.full((rows, 2), float(hvd.rank()), requires_grad=True)
+        (call(tensor) * (hvd.rank() + 1)).sum().backward()  # losses weigh 2 + 3 + 4
+        assert tensor.grad is not None
+        return tensor.grad[:, 0].tolist()
+
+    with members_of(1, 2, 3) as members:
+        if not members.included():
+            return
+        is_least, is_middle, is_most = (hvd.rank() == rank for rank in (1, 2, 3))
+        for op, wanted in (
+            (hvd.Sum, 9.0),
+            (hvd.Average, 3.0),
+            (hvd.Max, 9.0 * is_most),
+            (hvd.Min, 9.0 * is_least),
+            (hvd.Product, 9.0 * 6 / hvd.rank()),
+        ):
+            found = gradient(lambda given, op=op: hvd.allreduce(given, op=op, process_set=members))
+            assert found == pytest.approx([wanted] * 2)
+        for op, factor in ((hvd.Average, 1.0), (hvd.Sum, 3.0), (hvd.Max, 3.0 * is_most)):
+            found = gradient(lambda given, op=op: hvd.reducescatter(given, op=op, process_set=members), rows=3)
+            assert found == [2.0 * factor, 3.0 * factor, 4.0 * factor]
+        assert gradient(lambda given: hvd.broadcast(given, 2, process_set=members)) == [3.0 * is_middle] * 2
+        weights = torch.arange(6.0).reshape(6, 1)  # 1 + 2 + 3 rows
+        found = gradient(lambda given: hvd.allgather(given, process_set=members) * weights, rows=hvd.rank())
         first = {1: 0, 2: 1, 3: 3}[hvd.rank()]
-        assert rows.grad[:, 0].tolist() == pytest.approx([3.0 * (first + row) for row in range(hvd.rank())])
-        for op, wanted in ((hvd.Average, 1.0), (hvd.Sum, 3.0), (hvd.Max, 3.0 * (hvd.rank() == 3))):
-            rows = torch.full((3, 2), float(hvd.rank()), requires_grad=True)
-            hvd.reducescatter(rows, op=op, process_set=members).sum().backward()
-            assert rows.grad.tolist() == [[wanted] * 2] * 3
-        tensor = torch.ones(2, requires_grad=True)
-        (hvd.broadcast(tensor, 2, process_set=members) * (hvd.rank() + 1)).sum().backward()
-        assert tensor.grad.tolist() == [3.0 if hvd.rank() == 2 else 0.0] * 2
-    hvd.remove_process_set(members)
+        assert found == pytest.approx([3.0 * (first + row) for row in range(hvd.rank())])
 
 
 @on("four")
@@ -236,13 +247,6 @@ def train_alone(
     return list(model.parameters())
 
 
-def train(model: torch.nn.Module, optimizer: Any, steps: int) -> None:
-    for step in range(steps):
-        optimizer.zero_grad()
-        make_loss(model, hvd.rank(), step).backward()
-        optimizer.step()
-
-
 def assert_close(model: torch.nn.Module, wanted: list[torch.Tensor]) -> None:
     for parameter, expected in zip(model.parameters(), wanted, strict=True):
         torch.testing.assert_close(parameter.detach(), expected.detach())
@@ -257,15 +261,11 @@ def test_members_train_together_and_others_alone(form: str, op: str, sets: list[
     mine = next((members for members in added if members.included()), added[0])
     ranks = (mine.ranks or []) if mine.included() else [hvd.rank()]
     model = make_model(sets.index(mine.ranks))
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        model,
-        op=getattr(hvd, op),
-        process_set=mine,
-        gradients_ready=form,
-    )
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    options: Any = {"op": getattr(hvd, op), "gradients_ready": form}
+    optimizer = hvd.DistributedOptimizer(plain, model, process_set=mine, **options)
     assert optimizer.process_set is mine
-    train(model, optimizer, 3)
+    take_steps(model, optimizer, range(3))
     factor = len(ranks) if op == "Sum" else 1
     assert_close(model, train_alone(make_model(sets.index(mine.ranks)), ranks, range(3), factor))
     hvd.barrier()
@@ -346,7 +346,7 @@ def test_an_optimizer_outlives_its_registration(form: str) -> None:
         if turn == 1:
             hvd.remove_process_set(members)
             with pytest.raises(UsageError, match=r"^DistributedOptimizer: Process set .* has not been registered"):
-                train(model, optimizer, 1)
+                take_step(model, optimizer)
             optimizer.zero_grad()
             between = hvd.add_process_set([0, 1])
             hvd.add_process_set(members)
@@ -355,7 +355,7 @@ def test_an_optimizer_outlives_its_registration(form: str) -> None:
         elif turn == 2:
             model, optimizer = copy.deepcopy((model, optimizer))
             assert optimizer.process_set is members
-        train(model, optimizer, 2)
+        take_steps(model, optimizer, range(2))
     ranks = [1, 3] if members.included() else [hvd.rank()]
     assert_close(model, train_alone(make_model(), ranks, (0, 1) * 3))
     hvd.barrier()
@@ -363,30 +363,19 @@ def test_an_optimizer_outlives_its_registration(form: str) -> None:
 
 
 @on("four")
-def test_what_differs_between_members_is_told_by_their_ranks() -> None:
-    members = hvd.add_process_set([1, 3])
-    if members.included():
+def test_members_that_differ_or_skip_a_backward_are_told_by_their_ranks() -> None:
+    with members_of(1, 3) as members:
+        if not members.included():
+            return
         model = make_model(hvd.rank())
-        optimizer: Any = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model, process_set=members
-        )
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(plain, model, process_set=members, gradients_ready="backward")
         with pytest.raises(UsageError, match=r"model.state_dict\(\), root_rank=1, process_set=...\)"):
-            train(model, optimizer, 1)
+            take_step(model, optimizer)
         with pytest.raises(MismatchError, match=r"on rank 1, .* on rank 3"):
             hvd.broadcast_parameters([torch.ones(hvd.rank())], 1, process_set=members)
-    hvd.barrier()
-    hvd.remove_process_set(members)
-
-
-@on("four")
-def test_ranks_that_skip_a_backward_are_told_by_their_ranks() -> None:
-    members = hvd.add_process_set([1, 3])
-    if members.included():
-        model = make_model()
-        optimizer: Any = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model, process_set=members, gradients_ready="backward"
-        )
-        train(model, optimizer, 1)
+        hvd.broadcast_parameters(model.state_dict(), 1, process_set=members)
+        take_steps(model, optimizer, range(1))
         optimizer.zero_grad()
         if hvd.rank() == 1:
             make_loss(model, 1, 1).backward()
@@ -394,8 +383,6 @@ def test_ranks_that_skip_a_backward_are_told_by_their_ranks() -> None:
                 parameter.grad.mul_(0.5)
         with pytest.raises(UsageError, match=r"^rank 3 took part in the reduction from optimizer.step"):
             optimizer.step()
-    hvd.barrier()
-    hvd.remove_process_set(members)
 
 
 @on("four")

@@ -142,21 +142,6 @@ def test_gathered_results_have_the_rows_of_each_call() -> None:
 
 
 @on("ranks2")
-def test_an_exchange_of_other_splits_on_another_rank_gives_its_rows() -> None:
-    """Rank 1 gives rank 0 more and less than before; rank 0's own splits and tensor stay the same."""
-    even = torch.arange(4.0)
-    for turn in range(12):
-        if hvd.rank() == 0:
-            got = hvd.alltoall(even, name="uneven")
-            to_me = 2 if turn % 4 else turn % 3
-            assert got.tolist() == [0.0, 1.0, *[float(turn)] * to_me]
-        else:
-            to_other = 2 if turn % 4 else turn % 3
-            got, rows = hvd.alltoall(torch.full((to_other + 1,), float(turn)), [to_other, 1], name="uneven")
-            assert (got.tolist(), rows.tolist()) == ([2.0, 3.0, float(turn)], [2, 1])
-
-
-@on("ranks2")
 def test_gathered_dtypes_and_graphs_change_from_call_to_call() -> None:
     grid = torch.arange(8.0).reshape(2, 4)
     large = torch.ones(2, 1 << 19)  # results of 8 MiB, for which no memory is offered
@@ -301,9 +286,7 @@ def test_threads_use_one_form_of_call_at_once() -> None:
 @on("ranks2_always")
 def test_what_horo_does_for_itself_has_no_public_handle() -> None:
     model = torch.nn.Linear(3, 3)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), gradients_ready="step"
-    )
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, gradients_ready="step")
     model(torch.ones(1, 3)).sum().backward()
     numbers = list(runtime.current().requests)
     assert numbers

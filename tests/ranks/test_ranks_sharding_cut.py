@@ -1,32 +1,32 @@
-"""``sharding="optimizer"`` with parameters of which each rank steps a part: all is whole outside the window."""
+"""``sharding="optimizer"`` with parameters of which each rank steps a part, and with what torch changes."""
 
 from __future__ import annotations  # ranks get functions without what classes in them are annotated by
 
 import copy
-import os
-import signal
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from rank_pool import RankPool, on, on_own
+from forked import in_child
+from rank_pool import RankPool, on
 from small_model import (
     Pair,
     assert_pair_is_alike,
     assert_same_bits,
-    assert_same_state,
     bits_of,
     cutting,
     make_loss,
+    make_model,
     make_pair,
+    needs_cpu_scaler,
     take_steps,
     train_pair,
 )
 
 import horo.torch as hvd
-from horo.errors import AbortedError, PeerLostError, UsageError
-from horo.torch.optimizer.sharding.meeting import Meeting
+from horo.errors import AbortedError, UsageError
 
 
 def _model() -> torch.nn.Module:
@@ -114,16 +114,6 @@ def test_a_step_that_raises_leaves_them_whole(steps: int) -> None:
     assert_pair_is_alike(pair)
 
 
-@on_own(4, ranks_per_host=2)
-def test_each_of_two_hosts_cuts_them_for_its_ranks() -> None:
-    with cutting():
-        pair = _pair()
-        train_pair(pair, range(2, 9))  # the 1st, 2nd, 4th and 8th are compared
-    assert_pair_is_alike(pair)
-    blocks = [there.block for there in pair[0][1]._sharded_step._placement.placed.values()]
-    assert {len(block.shares) for block in blocks} == {0, 2}
-
-
 @on("ranks2")
 def test_a_script_that_writes_state_and_reads_it_before_the_next_step() -> None:
     with cutting():
@@ -141,19 +131,21 @@ def test_a_script_that_writes_state_and_reads_it_before_the_next_step() -> None:
     assert_pair_is_alike(pair)
 
 
-@on_own(2)
-def test_a_later_job_and_a_child_have_their_own() -> None:
-    with cutting():
+@pytest.mark.parametrize("is_cut", [False, True])
+@on("ranks2")
+def test_a_later_job_and_a_child_have_their_own(is_cut: bool) -> None:
+    with cutting(is_cut):
         (model, optimizer), (plain, _) = pair = _pair()
         whole = bits_of(model)
-        child = os.fork()
-        if child == 0:
+
+        def clear() -> list[Any]:
             for parameter in model.parameters():
                 parameter.data.zero_()
                 for value in optimizer.state[parameter].values():
                     value.zero_()
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
+            return bits_of(model)
+
+        assert not any(map(any, in_child(clear)))
         assert bits_of(model) == whole
         assert_pair_is_alike(pair)
         hvd.shutdown()
@@ -194,29 +186,139 @@ def test_a_parameter_whose_gradient_is_sparse_later_is_no_longer_cut(kind: str) 
         assert_pair_is_alike(pair)
 
 
-def test_a_rank_that_dies_behind_a_step_leaves_the_state_of_that_step() -> None:
-    def check() -> None:
-        with cutting():
-            (model, optimizer), (plain, its) = _pair()
-            optimizer.load_state_dict(copy.deepcopy(its.state_dict()))
-            take_steps(plain, its, range(2, 3))
+# -- compiled, parametrized and fused ones ---------------------------------------------------------------------------
+
+Make = Callable[[], torch.nn.Module]
+
+
+def _made(make: Make = make_model, **options: Any) -> Pair:
+    return make_pair(lambda parameters: torch.optim.Adam(parameters, **{"lr": 0.01, **options}), make)
+
+
+def _go_on(pair: Pair, steps: range) -> None:
+    """Both train, and are alike then."""
+    train_pair(pair, steps)
+    assert_pair_is_alike(pair)
+
+
+@on("ranks2")
+def test_compiled_models_and_steps() -> None:
+    pair = _made(foreach=True)
+    compiled = [torch.compile(model, backend="eager") for model, _ in pair]
+    for step in range(3):
+        for model, (_, optimizer) in zip(compiled, pair, strict=True):
+            take_steps(model, optimizer, range(step, step + 1))
+    assert_pair_is_alike(pair)
+    steps = [torch.compile(optimizer.step, backend="eager") for _, optimizer in pair]
+    for step in range(3, 6):
+        for (model, optimizer), call in zip(pair, steps, strict=True):
             optimizer.zero_grad()
-            make_loss(model, hvd.rank(), 2).backward()
-            if hvd.rank() == 2:
-                meet = Meeting.meet
+            make_loss(model, hvd.rank(), step).backward()
+            call()
+    assert_pair_is_alike(pair)
+    _go_on(pair, range(6, 8))
 
-                def die(self: Meeting, what: str, *flags: bool) -> list[int]:
-                    if what == "exit":
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    return meet(self, what, *flags)
 
-                with patch.object(Meeting, "meet", die):
-                    optimizer.step()
-            with pytest.raises(PeerLostError, match=r"all parameters are of the same step"):
-                optimizer.step()
-            hvd.shutdown()
-            assert bits_of(model) == bits_of(plain)
-            assert_same_state(optimizer.state_dict(), its.state_dict())
+@pytest.mark.parametrize("options", [{"foreach": False}, {"fused": True}])
+@on("ranks2")
+def test_a_learning_rate_that_is_a_tensor_and_a_scheduler_changes(options: dict[str, Any]) -> None:
+    pair = _made(lr=torch.tensor(0.1), **options)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for _, optimizer in pair]
+    for step in range(4):
+        _go_on(pair, range(step, step + 1))
+        for scheduler in schedulers:
+            scheduler.step()
 
-    with RankPool(3) as pool:
-        pool.run_each(check, [()] * 3, lost=[2])
+
+def _parametrized() -> torch.nn.Module:
+    model = make_model()
+    torch.nn.utils.parametrizations.weight_norm(model[0])
+    torch.nn.utils.parametrizations.orthogonal(model[2])
+    return model
+
+
+def _hooked() -> torch.nn.Module:
+    model = make_model()
+    torch.nn.utils.weight_norm(model[0])  # of older scripts
+    torch.nn.utils.spectral_norm(model[2])
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+@pytest.mark.parametrize("make", [_parametrized, _hooked])
+@on("ranks2")
+def test_weights_that_are_computed_from_parameters(make: Make) -> None:
+    pair = _made(make)
+    _go_on(pair, range(3))
+    for model, _ in pair:
+        if make is _parametrized:
+            torch.nn.utils.parametrize.remove_parametrizations(model[2], "weight")
+            continue
+        torch.nn.utils.remove_weight_norm(model[0])
+    for model, optimizer in pair:
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+        optimizer.state.clear()
+    _go_on(pair, range(3, 6))
+
+
+@on("ranks2")
+def test_a_state_whose_tensors_become_the_parameters() -> None:
+    pair = _made()
+    _go_on(pair, range(2))
+    for model, optimizer in pair:
+        model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()}, assign=True)
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+        optimizer.state.clear()
+    _go_on(pair, range(2, 5))
+
+
+@needs_cpu_scaler
+@pytest.mark.parametrize("fused", [False, True])
+@on("ranks2")
+def test_a_step_under_a_gradient_scaler(fused: bool) -> None:
+    pair = _made(fused=fused)
+    for model, optimizer in pair:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        for step in range(6):
+            optimizer.zero_grad()
+            scaler.scale(make_loss(model, hvd.rank(), step)).backward()
+            if step == 2:
+                next(iter(model.parameters())).grad.fill_(float("inf"))
+            if step == 4:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 8.0
+    assert_pair_is_alike(pair)
+
+
+# -- other numbers of ranks ------------------------------------------------------------------------------------------
+
+
+def test_a_later_job_of_other_ranks_goes_on_from_what_was_saved(tmp_path: Path) -> None:
+    def train(sharding: str | None, steps: range, source: str, target: str) -> list[Any]:
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01), model, sharding=sharding)
+        if source:
+            found = torch.load(source, weights_only=True)
+            model.load_state_dict(found["model"])
+            optimizer.load_state_dict(found["optimizer"])
+        for step in steps:
+            optimizer.zero_grad()
+            make_loss(model, 0, step).backward()  # has equal gradients in all jobs
+            optimizer.step()
+        if hvd.rank() == 0 and target:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, target)
+        return bits_of(model)
+
+    results = []
+    for sharding in ("optimizer", None):
+        file, path = "", str(tmp_path / "saved")
+        for number, size in enumerate((4, 2, 1)):
+            with RankPool(size) as pool:
+                found = pool.run(train, sharding, range(3 * number, 3 * number + 3), file, path)
+            assert all(each == found[0] for each in found)
+            file = path
+        results.append(found[0])
+    assert results[0] == results[1]

@@ -17,9 +17,9 @@ import pytest
 import torch
 from descriptors import open_descriptors
 from interrupts import interrupt
-from jobs import state_of
+from jobs import state_of, wait_until
 from rank_pool import RankPool, on, on_own
-from small_model import Pair, bits_of, make_loss, make_pair, take_steps, train_pair
+from small_model import Pair, assert_same_state, bits_of, cutting, make_loss, make_pair, take_steps, train_pair
 
 import horo.torch as hvd
 from horo.errors import AbortedError, PeerLostError, StalledError, UsageError
@@ -83,19 +83,18 @@ MOMENTS: dict[str, tuple[int, Callable[[Any], None], str, bool]] = {
     "in the window": (STEPS, lambda optimizer: setattr(optimizer, "before", _kill), "torn", True),
     "behind its part": (STEPS, lambda optimizer: setattr(optimizer, "after", _kill), "after", True),
     "at exit": (STEPS, lambda optimizer: _kill_at_meeting("exit"), "after", False),
-    "while parameters move": (
-        0,
-        lambda optimizer: _calls(ParameterPlacement, "_copied", lambda *_: _kill()),
-        "before",
-        False,
-    ),
-    "while state moves": (0, lambda optimizer: _calls(StatePlacement, "_laid_out", lambda *_: _kill()), "after", True),
+    "while parameters move": (0, lambda optimizer: _kill_in(ParameterPlacement, "_copied"), "before", False),
+    "while state moves": (0, lambda optimizer: _kill_in(StatePlacement, "_laid_out"), "after", True),
     "at exit of the first step": (0, lambda optimizer: _kill_at_meeting("exit"), "after", True),
 }
 
 
-def _lose(moment: str, victim: int) -> Any:
-    steps, act, *_ = MOMENTS[moment]
+def _lose(moment: str, victim: int, is_cut: bool) -> Any:
+    with cutting(is_cut):
+        return _lose_in_step(*MOMENTS[moment][:2], victim)
+
+
+def _lose_in_step(steps: int, act: Callable[[Any], None], victim: int) -> Any:
     (model, optimizer), (plain, its) = _made()
     take_steps(plain, its, range(steps))
     before = bits_of(plain)
@@ -122,13 +121,15 @@ def _lose(moment: str, victim: int) -> Any:
         assert len(saved["state"]) == (4 if steps else 0)
     hvd.shutdown()
     assert bits_of(model) == found
+    if what == "after" and not is_torn:
+        assert_same_state(optimizer.state_dict(), its.state_dict())
     return what, is_torn, str(caught.value)
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_rank_that_dies_leaves_parameters_of_one_step_or_the_error_says_that(moment: str) -> None:
+@pytest.mark.parametrize(("moment", "is_cut"), [*((moment, False) for moment in MOMENTS), ("at exit", True)])
+def test_a_rank_that_dies_leaves_parameters_of_one_step_or_the_error_says_that(moment: str, is_cut: bool) -> None:
     with RankPool(3) as pool:
-        results = pool.run_each(_lose, [(moment, 1)] * 3, lost=[1])
+        results = pool.run_each(_lose, [(moment, 1, is_cut)] * 3, lost=[1])
     for result in (results[0], results[2]):
         what, is_torn, text = result
         assert (what, is_torn) == MOMENTS[moment][2:], text
@@ -231,10 +232,8 @@ def test_an_owner_that_dies_tears_the_step_on_its_own_host_alone(tmp_path: Path)
 
         def has_stepped() -> None:
             (folder / str(hvd.rank())).touch()
-            deadline = time.monotonic() + 50
-            while hvd.rank() == 3 and len(list(folder.iterdir())) < 4 and time.monotonic() < deadline:
-                time.sleep(0.01)
             if hvd.rank() == 3:
+                wait_until(lambda: len(list(folder.iterdir())) == 4, "all have stepped")
                 _kill()
 
         optimizer.after = has_stepped
@@ -333,11 +332,6 @@ def test_ctrl_c_while_a_rank_meets_the_others(where: str, tmp_path: Path) -> Non
         optimizer.zero_grad()
         make_loss(model, hvd.rank(), STEPS).backward()
 
-        def wait(file: Path) -> None:
-            deadline = time.monotonic() + 50
-            while not file.exists() and time.monotonic() < deadline:
-                time.sleep(0.01)
-
         if hvd.rank() == 1:
             met: list[str] = []
             looks: list[bool] = []
@@ -355,13 +349,13 @@ def test_ctrl_c_while_a_rank_meets_the_others(where: str, tmp_path: Path) -> Non
             optimizer.load_state_dict(copy.deepcopy(its.state_dict()))
             with pytest.raises(UsageError, match=rf"^optimizer.step\(\): {why}, who are in another step now; call hvd"):
                 optimizer.step()
-            wait(written)  # the others have done their part: now this rank leaves them
+            wait_until(written.exists, "they have")  # the others have done their part: now this rank leaves them
         elif where == "exit":
-            optimizer.after = lambda: wait(flag)
+            optimizer.after = lambda: wait_until(flag.exists, "rank 1 was interrupted")
             optimizer.step()
             written.touch()
         else:
-            wait(flag)
+            wait_until(flag.exists, "rank 1 was interrupted")
             optimizer.after = written.touch
             with pytest.raises(AbortedError, match=r"rank 1 .* 2 of 4 parameters may be half stepped; load"):
                 optimizer.step()

@@ -4,14 +4,13 @@ from __future__ import annotations  # ranks get functions without what classes i
 
 import copy
 import ctypes
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rank_pool import on, on_own
-from small_model import bits_of, make_loss, make_model, make_pair, take_steps, train_pair
+from small_model import OwnOptimizer, bits_of, make_loss, make_model, make_pair, take_steps, train_pair
 
 import horo.torch as hvd
 from horo.errors import UnsupportedError, UsageError
@@ -27,25 +26,16 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-class Coupled(torch.optim.Optimizer):
+class Coupled(OwnOptimizer):
     """Divides by the norm of all gradients."""
 
-    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
-        super().__init__(parameters, {"lr": lr})
-
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        found = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = sum(p.grad.square().sum() for p in found) ** 0.5
-        with torch.no_grad():
-            for parameter in found:
-                parameter.sub_(self.param_groups[0]["lr"] * parameter.grad / norm)
+        norm = sum(p.grad.square().sum() for p in self.trained()) ** 0.5
+        self.move(self.param_groups[0]["lr"] / norm)
 
 
-class Alone(torch.optim.Optimizer):
+class Alone(OwnOptimizer):
     """Steps each parameter by itself; evaluates a closure twice; has state that is no tensor."""
-
-    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
-        super().__init__(parameters, {"lr": lr})
 
     keep: Any = None
 
@@ -53,21 +43,20 @@ class Alone(torch.optim.Optimizer):
         for _ in range(0 if closure is None else 2):
             closure()
         with torch.no_grad():
-            for parameter in self.param_groups[0]["params"]:
-                if parameter.grad is not None:
-                    entries = self.state[parameter]
-                    entries["steps"] = entries.get("steps", 0) + 1
-                    if self.keep is not None:
-                        entries["kept"] = self.keep
-                    parameter.sub_(self.param_groups[0]["lr"] / entries["steps"] * parameter.grad)
+            for parameter in self.trained():
+                entries = self.state[parameter]
+                entries["steps"] = entries.get("steps", 0) + 1
+                if self.keep is not None:
+                    entries["kept"] = self.keep
+                parameter.sub_(self.param_groups[0]["lr"] / entries["steps"] * parameter.grad)
 
 
-class Estimating(Coupled):
+class Estimating(OwnOptimizer):
     """Takes longer steps while the gradients of all parameters keep their direction."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        found = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        found = self.trained()
         kept = [self.state[p].get("before", torch.zeros_like(p)) for p in found]
         norms = [sum(each.square().sum() for each in part) ** 0.5 for part in (kept, [p.grad for p in found])]
         cosine = sum((one * p.grad).sum() for one, p in zip(kept, found, strict=True)) / (norms[0] * norms[1] + 1e-9)
@@ -129,11 +118,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "adasum": (torch.optim.SGD, {"op": hvd.Adasum}, "sharding= is not for op=Adasum"),
     "lbfgs": (_lbfgs, {}, r"LBFGS.step\(\) evaluates its closure several times and looks at all gradients together"),
     "coupled": (Coupled, {}, "Coupled steps one by the gradients of others as well"),
-    "coupled, still at 0": (
-        lambda p, lr: Coupled(p, 0 * lr),
-        {},
-        "Coupled steps one by the gradients of others as well",
-    ),
     "coupled in a warm-up": (_coupled_at_0, {}, "Coupled steps one by the gradients of others as well"),
     "estimating": (Estimating, {}, "Estimating steps one by the gradients of others as well"),
     "attributes": (_two_groups, {}, r"all state of a parameter in optimizer\.state; Keeping keeps some elsewhere"),
@@ -196,8 +180,11 @@ def test_a_torch_without_the_hooks_is_refused() -> None:
 
 
 @on("ranks2")
-def test_state_that_ranks_cannot_share_and_a_closure_evaluated_twice() -> None:
+def test_plain_state_is_told_other_state_refused_and_a_closure_evaluated_twice() -> None:
     model, optimizer = _made(Alone)
+    for step in range(3):
+        take_steps(model, optimizer, range(step, step + 1))
+        assert [entries["steps"] for entries in optimizer.state_dict()["state"].values()] == [step + 1] * 4
     optimizer.keep = [1]
     make_loss(model, hvd.rank()).backward()
     with pytest.raises(UnsupportedError, match=r"state 'kept' of parameter '.*' is a list, which ranks cannot share"):
@@ -211,14 +198,6 @@ def test_state_that_ranks_cannot_share_and_a_closure_evaluated_twice() -> None:
 
     with pytest.raises(UsageError, match=r"evaluates its closure several times, and with sharding= parameters of oth"):
         optimizer.step(closure)
-
-
-@on("ranks2")
-def test_plain_state_is_told() -> None:
-    model, optimizer = _made(Alone)
-    for step in range(3):
-        take_steps(model, optimizer, range(step, step + 1))
-        assert [entries["steps"] for entries in optimizer.state_dict()["state"].values()] == [step + 1] * 4
 
 
 @on_own(2)
@@ -261,9 +240,8 @@ def test_a_change_on_one_rank_names_parameter_and_rank_and_can_be_taken_back() -
         with torch.no_grad():
             model[2].bias.add_(1)
     for _ in range(2):
-        with pytest.raises(
-            UsageError, match=r"^parameter '2.bias' is not equal on .*: changed on rank 1 since step 3;"
-        ):
+        told = r"^parameter '2.bias' is not equal on .*: changed on rank 1 since step 3;"
+        with pytest.raises(UsageError, match=told):
             optimizer.step()
     hvd.barrier()
     if hvd.rank() == 1:
@@ -322,23 +300,6 @@ def test_values_stay_those_of_the_step_before_until_all_ranks_step() -> None:
             assert bits_of(model) == before
     optimizer.step()
     assert bits_of(model) != before
-
-
-@on("ranks2")
-def test_a_forked_child_writes_its_own() -> None:
-    (model, _), (plain, _) = pair = make_pair(_sgd)
-    train_pair(pair, range(2))
-    before = bits_of(model)
-    child = os.fork()
-    if child == 0:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        os._exit(0 if all(not any(map(any, [values])) for values in bits_of(model)) else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert bits_of(model) == before
-    train_pair(pair, range(2, 4))
-    assert bits_of(model) == bits_of(plain)
 
 
 @on("ranks2")

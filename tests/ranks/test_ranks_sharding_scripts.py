@@ -2,16 +2,24 @@
 
 from __future__ import annotations  # ranks get functions without what classes in them are annotated by
 
-import copy
 import mmap
 import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from forked import in_child
 from rank_pool import on, on_own
-from small_model import Pair, assert_pair_is_alike, make_batch, make_model, make_pair, take_steps, train_pair
+from small_model import (
+    OwnOptimizer,
+    Pair,
+    assert_pair_is_alike,
+    make_batch,
+    make_model,
+    make_pair,
+    take_steps,
+    train_pair,
+)
 
 import horo.torch as hvd
 from horo.errors import ResourceError, UsageError
@@ -29,26 +37,19 @@ class _Clipped(torch.optim.SGD):
         return loss
 
 
-class _Decaying(torch.optim.Optimizer):
+class _Decaying(OwnOptimizer):
     """Lets all weights decay, also of parameters that have no gradient."""
-
-    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
-        super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.mul_(0.9)
-                if parameter.grad is not None:
-                    parameter.add_(parameter.grad, alpha=-group["lr"])
+            self.move(group["lr"])
 
 
-class _Reassigning(torch.optim.Optimizer):
+class _Reassigning(OwnOptimizer):
     """Gives parameters new memory, also those that have no gradient."""
-
-    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
-        super().__init__(parameters, {"lr": lr})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -92,32 +93,6 @@ def test_an_optimizer_that_writes_all_parameters_in_its_step(kind: Any) -> None:
     for step in range(5):
         train_pair(pair, range(step, step + 1))
         assert_pair_is_alike(pair, in_order=False)
-
-
-@on("ranks")
-def test_state_that_is_cleared_comes_back_in_the_same_order() -> None:
-    pair = _pair(torch.optim.Adam, lr=0.01)
-    for model, optimizer in pair:
-        model.register_parameter("empty", torch.nn.Parameter(torch.empty(0, 3)))
-        optimizer.add_param_group({"params": [model.empty]})
-        take_steps(model, optimizer, range(2))
-        optimizer.state.clear()
-        take_steps(model, optimizer, range(2, 4))
-    assert_pair_is_alike(pair)
-
-
-@on("ranks")
-def test_a_parameter_that_a_script_replaces() -> None:
-    pair = _pair(torch.optim.Adam, lr=0.01)
-    for model, optimizer in pair:
-        take_steps(model, optimizer, range(2))
-        old, new = model[0].weight, torch.nn.Parameter(torch.full((6, 4), 0.1, dtype=torch.float64))
-        group = optimizer.param_groups[0]
-        group["params"] = [new if parameter is old else parameter for parameter in group["params"]]
-        model[0].weight = new
-        del optimizer.state[old]
-        take_steps(model, optimizer, range(2, 5))
-    assert_pair_is_alike(pair)
 
 
 @on("ranks2")
@@ -177,35 +152,6 @@ def test_a_rank_without_memory_for_state_leaves_no_half_of_it() -> None:
         optimizer.state_dict()
 
 
-def _in_child(act: Callable[[], Any]) -> int:
-    """How a forked child ends that does this; 0 if it returns."""
-    child = os.fork()
-    if not child:
-        try:
-            act()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    return os.waitpid(child, 0)[1]
-
-
-@on_own(2)
-def test_a_forked_child_that_writes_state_writes_its_own() -> None:
-    model, optimizer = _pair(torch.optim.Adam)[0]
-    take_steps(model, optimizer, range(2))
-    before = copy.deepcopy(optimizer.state_dict()["state"])
-
-    def clear() -> None:
-        for entries in optimizer.state.values():
-            for value in entries.values():
-                value.zero_()
-
-    assert _in_child(clear) == 0
-    hvd.barrier()
-    after = optimizer.state_dict()["state"]
-    assert all(torch.equal(after[index][key], value) for index in before for key, value in before[index].items())
-
-
 @on_own(2)
 def test_a_forked_child_that_drops_the_optimizer_keeps_its_own_memory() -> None:
     size = 1 << 22
@@ -224,4 +170,4 @@ def test_a_forked_child_that_drops_the_optimizer_keeps_its_own_memory() -> None:
         held.clear()
         assert all(each[size - 1] == ord("x") for each in own)
 
-    assert _in_child(drop) == 0
+    in_child(drop)

@@ -11,7 +11,9 @@ import pytest
 import torch
 from rank_pool import RankPool, on
 from small_model import (
+    OwnOptimizer,
     assert_close,
+    batches,
     bits_of,
     made,
     make_loss,
@@ -28,11 +30,6 @@ from horo.errors import UsageError
 EPOCHS = 4
 OVERFLOW = 1, 2
 """The epoch and step in which a loss overflows, on all ranks that still have batches."""
-
-
-def batches(rank: int, size: int, epoch: int) -> int:
-    """Each rank has another number, in another order in each epoch; one has none."""
-    return (rank + epoch) % size * 2
 
 
 def make_scaler() -> Any:
@@ -114,9 +111,8 @@ def test_scalers_that_have_counted_other_numbers_of_steps_are_an_error_after_a_j
     hvd.broadcast_parameters(model.state_dict(), last)
     hvd.broadcast_optimizer_state(optimizer, last)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    with pytest.raises(
-        ValueError, match="the GradScaler's growth tracker is 1 on rank 0 and 2 on rank 1, so parameters"
-    ):
+    told = "the GradScaler's growth tracker is 1 on rank 0 and 2 on rank 1, so parameters"
+    with pytest.raises(ValueError, match=told):
         step_scaled(scaler, optimizer, make_loss(model, hvd.rank()))
     assert_close(before, list(model.parameters()))
     optimizer.zero_grad()
@@ -185,16 +181,11 @@ def test_a_scaler_whose_state_has_another_form_is_compared_by_its_scale() -> Non
     optimizer.zero_grad()
 
 
-class _Scaled(torch.optim.Optimizer):
+class _Scaled(OwnOptimizer):
     """SGD with the learning rate as the argument of each step."""
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-
-    def step(self, rate: float) -> None:
-        with torch.no_grad():
-            for parameter in self.param_groups[0]["params"]:
-                parameter.sub_(rate * parameter.grad)
+    def step(self, rate: float) -> None:  # type: ignore[override]
+        self.move(rate)
 
 
 @pytest.mark.parametrize(("op", "ready"), [("Average", "backward"), ("Average", "step"), ("Adasum", None)])
@@ -214,18 +205,13 @@ def _moved(model: torch.nn.Module, step: int, amount: float) -> list[torch.Tenso
     return [value.detach() - amount * mean for value, mean in zip(model.parameters(), means, strict=True)]
 
 
-class _Half(torch.optim.Optimizer):
+class _Half(OwnOptimizer):
     """SGD, half of whose step does; torch has hooks around this step where one of this class was made."""
 
     fails = False
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-
-    def step(self) -> None:
-        with torch.no_grad():
-            for parameter in self.param_groups[0]["params"]:
-                parameter.sub_(0.05 * parameter.grad)
+    def step(self) -> None:  # type: ignore[override]
+        self.move(0.05)
         if self.fails:
             raise RuntimeError("a half fails")
 
@@ -290,13 +276,11 @@ def test_a_step_that_a_post_hook_calls_is_one_of_its_own(options: dict[str, Any]
     assert hvd.allgather_object(bits_of(model)) == [bits_of(model)] * hvd.size()
 
 
-class _NeverMade(_Half):
+class _NeverMade(OwnOptimizer):
     """So torch has no hooks around its step."""
 
-    def step(self) -> None:
-        with torch.no_grad():
-            for parameter in self.param_groups[0]["params"]:
-                parameter.sub_(0.1 * parameter.grad)
+    def step(self) -> None:  # type: ignore[override]
+        self.move(0.1)
 
 
 class _Computes(_NeverMade):

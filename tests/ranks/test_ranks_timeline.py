@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import in_child
 from rank_pool import RankPool, on
 from trace_events import names_of_rows, parse_timeline, rows_of
 
@@ -164,9 +165,8 @@ def test_a_path_that_cannot_be_written_is_refused_and_the_job_goes_on(tmp_path: 
 def test_a_variable_with_such_a_path_fails_init_by_its_name(tmp_path: Path) -> None:
     path = str(tmp_path / "none" / "{rank}.json")
     os.environ["HORO_TIMELINE"] = path
-    with pytest.raises(
-        hvd.UsageError, match=f"HORO_TIMELINE: the timeline '.*{os.environ['HOROVOD_RANK']}.*' cannot be written"
-    ):
+    told = f"HORO_TIMELINE: the timeline '.*{os.environ['HOROVOD_RANK']}.*' cannot be written"
+    with pytest.raises(hvd.UsageError, match=told):
         hvd.init()
     assert not hvd.is_initialized()
     os.environ["HORO_TIMELINE"] = ""
@@ -181,18 +181,13 @@ def test_a_forked_child_is_refused_and_leaves_the_file_alone(tmp_path: Path) -> 
     path = tmp_path / "t.json"
     hvd.start_timeline(path)
     hvd.barrier()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            hvd.start_timeline(path)
-        except hvd.UsageError:
-            try:
-                hvd.stop_timeline()
-            except hvd.UsageError:
-                code = 0
-        os._exit(code)
-    assert os.waitpid(child, 0) == (child, 0)
+
+    def child() -> None:
+        for call in (lambda: hvd.start_timeline(path), hvd.stop_timeline):
+            with pytest.raises(hvd.UsageError):
+                call()
+
+    in_child(child)
     hvd.allreduce(torch.ones(3), name="after")
     hvd.stop_timeline()
     hvd.barrier()

@@ -322,7 +322,7 @@ def warnings_about_horo(caught: list[warnings.WarningMessage]) -> list[str]:
     ]
 
 
-@on("ranks2_each", deadline_s=DEADLINE_S)
+@on("ranks2_step_never", deadline_s=DEADLINE_S)
 def test_compiled_functions_that_communicate_warn_of_nothing() -> None:
     model, optimizer = made()
 
@@ -372,7 +372,7 @@ def test_torch_compile_that_is_loaded_after_init_warns_of_nothing() -> None:
     assert "Dynamo" not in ended.stderr and "horo" not in ended.stderr, ended.stderr
 
 
-@on("ranks2_each", deadline_s=DEADLINE_S)
+@on("ranks2_always", deadline_s=DEADLINE_S)
 def test_a_compiled_model_trains_as_alone() -> None:
     model, optimizer = made()
     compiled = torch.compile(model, backend="aot_eager")
@@ -384,7 +384,7 @@ def test_a_compiled_model_trains_as_alone() -> None:
         optimizer.zero_grad()
 
 
-@on("ranks2_each", deadline_s=DEADLINE_S)
+@on("ranks2_each")
 def test_a_step_whose_hooks_torch_has_taken_away_calls_them_again() -> None:
     """As torch 2.1 does for its own classes when torch.compile is used for the first time."""
 

@@ -18,6 +18,7 @@ from rank_pool import RankPool
 import horo.torch as hvd
 from horo.bench.__main__ import main
 from horo.bench.operations import OPERATIONS
+from horo.bench.options import command_of
 from horo.runner.cli import parse
 from horo.runner.config import JobError
 
@@ -28,27 +29,36 @@ def rows_in(stdout: str) -> list[tuple[str, ...]]:
     return [found.groups() for line in stdout.splitlines() if (found := LINE.fullmatch(line))]
 
 
-def test_all_operations_are_measured_and_a_job_stands_beside(hororun: Hororun, tmp_path: Path) -> None:
+def measure(words: list[str]) -> tuple[int, str]:
+    """The exit code and the lines of a rank."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = main(words)
+    return code, printed.getvalue()
+
+
+def test_all_operations_are_measured_and_a_job_stands_beside(tmp_path: Path) -> None:
     training = {"step": {"moving": 0.25}, "traffic": {"bytes": 4096.0, "batches": 2.0}}
-    (tmp_path / "r.json").write_text(json.dumps({"training": training}))
-    words = ("--max", "2K", "--factor", "64", "--iterations", "3", "--dtype", "bfloat16", "--beside", "r.json")
-    done = hororun.start("-np", "3", "--bench", "--", *words, cwd=tmp_path).finish(3 * TORCH_S)
-    assert (done.returncode, done.stderr) == (0, "")
-    rows = rows_in(done.stdout)
+    report = tmp_path / "r.json"
+    report.write_text(json.dumps({"training": training}))
+    words = ["--max", "2K", "--factor", "64", "--iterations", "3", "--dtype", "bfloat16", "--beside", str(report)]
+    with RankPool(3, init=False) as pool:
+        (code, told), *others = pool.run(measure, command_of(words)[2:])
+    assert (code, others) == (0, [(0, "")] * 2)
+    rows = rows_in(told)
     assert [name for name, *_ in rows] == [name for name in OPERATIONS for _ in range(2)]
     assert {(dtype, wrong) for _, _, _, dtype, *_, wrong in rows} == {("bfloat16", "0")}
     sizes = {name: [int(size) for each, size, *_ in rows if each == name] for name in OPERATIONS}
     assert sizes["allreduce"] == sizes["broadcast"] == [4, 256]
     assert sizes["alltoall"] == [6, 252]  # equal parts of three ranks
-    first, *_, best, right, beside = done.stdout.splitlines()
+    first, *_, best, right, beside = told.splitlines()
     assert re.fullmatch(r"horo \S+: 3 ranks on 1 host, shared memory, tensors of bfloat16 on cpu", first)
     assert best.startswith("best busbw in GB/s: allreduce ") and right == "all results are right"
-    assert beside.startswith("r.json: blocked for 250.0 ms a step while 4.0 KiB moved in 2 batches; here they take ")
+    assert beside.startswith(f"{report}: blocked for 250.0 ms a step while 4.0 KiB moved in 2 batches; here they take ")
 
 
 def measure_wrongly() -> tuple[int, str]:
-    """The exit code and the lines of a rank of a job in which one result of rank 1 is wrong."""
-    real, printed = hvd.allgather, io.StringIO()
+    """In a job in which one result of rank 1 is wrong."""
+    real = hvd.allgather
 
     def broken(tensor: torch.Tensor, name: str) -> torch.Tensor:
         result = real(tensor, name=name)
@@ -56,9 +66,8 @@ def measure_wrongly() -> tuple[int, str]:
             result[-1] += 1
         return result
 
-    with contextlib.redirect_stdout(printed), mock.patch.object(hvd, "allgather", broken):
-        code = main(["--max", "64", "--iterations", "1", "--operations", "broadcast,allgather"])
-    return code, printed.getvalue()
+    with mock.patch.object(hvd, "allgather", broken):
+        return measure(["--max", "64", "--iterations", "1", "--operations", "broadcast,allgather"])
 
 
 def test_a_wrong_result_is_counted_and_fails() -> None:

@@ -1,4 +1,4 @@
-"""Several allreduces in place that begin and end together: with little Python for each."""
+"""Several allreduces in place that end together: with little Python for each."""
 
 from __future__ import annotations
 
@@ -21,37 +21,46 @@ _numbers = itertools.count(-(1 << 62))
 
 
 class Bucket(Request):
-    """Requests with a tensor each, in the place of the last of them. It keeps the memory from the beginning.
+    """Requests with a tensor each, which are waited for together. Its handle is the one of the last of them."""
 
-    Args:
-        gradients: As ``pick`` has given them: nobody else uses their requests until ``start`` returns.
-        tensors: Theirs, in the same order.
-        sync: As for ``pick``.
-    """
+    __slots__ = ("gradients",)
 
-    __slots__ = ("_gradients", "_sync")
+    def __init__(self) -> None:
+        super().__init__(_runtime.current(), next(_numbers), "gradients", [], finish_in_place, taken_name=None)
+        self.gradients: list[Any] = []
+        """The gradients of the requests, in their order."""
 
-    def __init__(self, gradients: list[Any], tensors: Sequence[torch.Tensor], *, sync: bool) -> None:
-        label = gradients[-1].again[sync].label()
-        super().__init__(_runtime.current(), next(_numbers), label, tensors, finish_in_place, taken_name=None)
-        self._gradients, self._sync = gradients, sync
+    def add(self, gradients: list[Any], tensors: Sequence[torch.Tensor], pending: object, *, sync: bool) -> None:
+        """Submits more of them in their order, up to the first that is refused; never blocks.
 
-    def start(self, pending: object) -> None:
-        """Submits them in their order, up to the first that is refused; never blocks. Those submitted are ``pending``.
+        Those submitted are ``pending``. After an exception the others do not belong to it.
+
+        Args:
+            gradients: As ``pick`` has given them: nobody else uses their requests until this returns.
+            tensors: Theirs, in the same order.
+            pending: As for ``Caller.submit_each``.
+            sync: As for ``pick``.
 
         Raises:
             HoroError: As ``start_allreduce``.
         """
-        runtime = self._runtime
+        runtime, before = self._runtime, len(self.gradients)
         try:
             runtime.active_calls[self] = self._memory
+            self.label = gradients[-1].again[sync].label()
             runtime.admit_unnamed(self.label)
-            runtime.submit_each(self._gradients, self._sync, pending)
-            self._handle = self._gradients[-1].handle
+            self.gradients += gradients
+            self._memory += tensors
+            runtime.submit_each(gradients, sync, pending)
+            self._handle = gradients[-1].handle
+        except BaseException:
+            submitted = before + sum(each.pending is pending for each in gradients)
+            del self.gradients[submitted:], self._memory[submitted:]
+            if not self.gradients:
+                runtime.requests.pop(self.number, None)
+            raise
         finally:
             runtime.active_calls.pop(self, None)
-            if self._gradients[0].pending is not pending:
-                runtime.requests.pop(self.number, None)
 
     def wait(self, *, keep: bool = False) -> dict[int, HoroError]:
         """Blocks until all are done. Call it once.
@@ -74,7 +83,7 @@ class Bucket(Request):
         Raises:
             BaseException: The exception of a signal handler.
         """
-        runtime, gradients, errors, at = self._runtime, self._gradients, {}, 0
+        runtime, gradients, errors, at = self._runtime, self.gradients, {}, 0
         while (at := runtime.finish_each(gradients, at)) < len(gradients):
             handle = gradients[at].handle
             try:

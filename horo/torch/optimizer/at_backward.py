@@ -81,7 +81,7 @@ class BackwardReducer(GradientReducer):
                     self._enter(run, state)
         if state.summed is not None:
             _refuse_added(state)
-        if state.held is not None or state.pending is not None:
+        if state.is_held or state.pending is not None:
             raise UsageError(
                 f"the gradient of {state.name!r} was computed again while it was being reduced: the parameter is used "
                 "inside and outside a checkpoint with use_reentrant=True; use use_reentrant=False or HORO_OVERLAP=never"
@@ -128,9 +128,9 @@ class BackwardReducer(GradientReducer):
         self.membership.follow_runtime(forget=True)
         _refuse_in_backward(what, self.membership.advice)
         self.submit_ready()
-        for state in self.states.values() if self._first_run is not None else ():
-            if state.pending is not None:
-                state.pending.forget_changes()  # what comes of them is cleared
+        for pending in {state.pending for state in self.states.values()} if self._first_run is not None else ():
+            if pending is not None:
+                pending.forget_changes()  # what comes of them is cleared
         self._end_broken()
         self._reset_counts()
         self.is_reduced = self.is_local = False

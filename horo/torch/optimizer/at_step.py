@@ -53,7 +53,7 @@ class StepReducer(GradientReducer):
             NotInitializedError: There is no job.
         """
         self.membership.follow_runtime()
-        if state.pending or state.held or (state.passes >= self.options.passes and not self._paused):
+        if state.pending or state.is_held or (state.passes >= self.options.passes and not self._paused):
             raise AssertionError(
                 f"the gradient of {state.name!r} was computed more often than backward_passes_per_step="
                 f"{self.options.passes} before optimizer.step(); raise backward_passes_per_step to accumulate locally, "
@@ -91,7 +91,7 @@ class StepReducer(GradientReducer):
         grad = state.parameter.grad
         if state.group is not None and grad is not None:
             refuse_sparse(state, grad, self.options)
-        state.held = (grad, 0 if grad is None else note_version(grad))
+        state.hold(grad, 0 if grad is None else note_version(grad))
         self.handles[state.parameter] = None
 
     def refuse_while_pending(self, what: str) -> None:

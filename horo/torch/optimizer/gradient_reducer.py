@@ -123,7 +123,7 @@ class GradientReducer(abc.ABC):
             if self.handles:
                 self.membership.name_gradients()
             with torch.no_grad():
-                wait_last(self.submitter.submit_rest([state for state in states if state.held is not None]))
+                wait_last(self.submitter.submit_rest([state for state in states if state.is_held]))
                 for _ in self.submitter.finish(states):
                     pass
         finally:
@@ -347,7 +347,7 @@ class GradientReducer(abc.ABC):
         One that was frozen since the last reduction takes part once more, with what it has accumulated until then.
         """
         adopted = self.membership.adopt()
-        active = [state for state in adopted if state.parameter.requires_grad or state.pending or state.held]
+        active = [state for state in adopted if state.parameter.requires_grad or state.pending or state.is_held]
         before = self.submitter.progress.trained
         if active == before or not self.leaves_unused:
             return active

@@ -84,8 +84,8 @@ class ParameterState(Gradient):
         self.group: Group | None = None
         self.passes = 0  # backward passes since the last reduction
         self.pending: PendingReduction | None = None
-        # the gradient that waits for synchronize() or for a bucket to be full, its version
-        self.held: tuple[torch.Tensor | None, int | NotedVersion] | None = None
+        self.held: torch.Tensor | None = None  # the gradient that waits for synchronize() or for a bucket to be full
+        self.held_at: int | NotedVersion | None = None  # its version; None: nothing is held
         self.shares = False  # other tensors may have the memory of its gradient
         # the gradient, if it is a sum over ranks since backward, and over how many
         self.summed: tuple[weakref.ref[torch.Tensor], int] | None = None
@@ -94,8 +94,16 @@ class ParameterState(Gradient):
 
     def gradient(self) -> torch.Tensor | None:
         """The gradient that is held, else that of the parameter."""
-        held = None if self.held is None else self.held[0]
-        return self.parameter.grad if held is None else held
+        return self.parameter.grad if self.held is None else self.held
+
+    @property
+    def is_held(self) -> bool:
+        """Whether its gradient waits to be sent, or is being sent: none counts as one, too."""
+        return self.held_at is not None
+
+    def hold(self, grad: torch.Tensor | None, version: int | NotedVersion) -> None:
+        """Keeps the gradient as the one to be sent: it may not be changed from that version on."""
+        self.held, self.held_at = grad, version
 
     def forget(self) -> None:
         """Forgets what all ranks of the job know of it."""
@@ -128,8 +136,7 @@ class PackedGradient:
             dense = grad.to_dense()
         elif state.shares:
             dense = grad.data  # has a count of changes of its own
-        held = state.held
-        self.was_touched = held is not None and (held[0] is not grad or held[1] != grad._version)
+        self.was_touched = state.is_held and (state.held is not grad or state.held_at != grad._version)
         self.state, self.grad, self.dense, self.options = state, grad, dense, options
         self.sent, self.context = options.compression.compress(dense)
         self.changes = 1 if self.sent is grad else _shared_changes(self.sent, dense, grad)
@@ -245,7 +252,7 @@ class _PendingGradients(PendingReduction):
         """As of the base class."""
         for state in self._states:
             grad = state.gradient()
-            state.held = grad, 0 if grad is None else grad._version
+            state.hold(grad, 0 if grad is None else grad._version)
 
 
 class PendingBucket(_PendingGradients):
@@ -253,19 +260,17 @@ class PendingBucket(_PendingGradients):
 
     __slots__ = ("_bucket",)
 
-    def __init__(
-        self, states: list[ParameterState], tensors: Sequence[torch.Tensor], options: ReductionOptions, *, sync: bool
-    ) -> None:
-        self._bucket = Bucket(states, tensors, sync=sync)
-        super().__init__(self._bucket, states, options)
+    def __init__(self, options: ReductionOptions) -> None:
+        self._bucket = Bucket()
+        super().__init__(self._bucket, self._bucket.gradients, options)
 
-    def start(self) -> None:
-        """Submits them. After an exception, those that were not submitted are not pending.
+    def add(self, states: list[ParameterState], tensors: Sequence[torch.Tensor], *, sync: bool) -> None:
+        """Submits more of them. After an exception, those that were not submitted are not pending.
 
         Raises:
-            HoroError: As ``Bucket.start``.
+            HoroError: As ``Bucket.add``.
         """
-        self._bucket.start(self)
+        self._bucket.add(states, tensors, self, sync=sync)
 
     def finish_each(self, state: ParameterState) -> list[tuple[ParameterState, PendingReduction, HoroError]]:
         """As of the base class."""
@@ -309,8 +314,8 @@ def _hold(state: ParameterState, options: ReductionOptions) -> bool:
         sent = sparse_values(grad) if grad.layout is torch.sparse_coo else grad
         check_tensor(sent, str(state.kind), state.name, reduced=True)
         state.form = form
-    if state.held is None:
-        state.held = grad, grad._version
+    if not state.is_held:
+        state.hold(grad, grad._version)
     return True
 
 
@@ -380,8 +385,8 @@ def separate_overlapping(states: Iterable[ParameterState]) -> None:
 def _hold_again(states: Iterable[ParameterState], before: torch.Tensor, grad: torch.Tensor) -> None:
     """Lets the copy be held instead of a gradient, unless that was changed."""
     for state in states:
-        if state.held is not None and state.held[0] is before and state.held[1] == before._version:
-            state.held = grad, grad._version
+        if state.held is before and state.held_at == before._version:
+            state.hold(grad, grad._version)
 
 
 def _is_dense(grad: torch.Tensor) -> bool:

@@ -49,6 +49,8 @@ class GradientSubmitter:
         self.progress = StepProgress()
         self.handles: dict[torch.Tensor, Request | None] = {}
         """The request of each gradient that is in progress; None: it is held for ``synchronize``."""
+        self._bucket: PendingBucket | None = None
+        """Of the gradients in progress that need little of Python, if there are any."""
         self.checks = Consistency()
         self._marked: ParameterState | None = None
         """The parameter whose gradient has the mark of the reduction in progress, if there is one."""
@@ -62,9 +64,9 @@ class GradientSubmitter:
         """Begins anew: nothing is in progress."""
         for state in self.membership.states.values():
             state.pending = None
-            state.held = None
+            state.held = state.held_at = None
         self.handles.clear()
-        self._marked = None
+        self._bucket = self._marked = None
         self.checks.forget()
 
     def submit_rest(self, states: Sequence[ParameterState]) -> Request | None:
@@ -76,7 +78,7 @@ class GradientSubmitter:
         return self.submit_each(states, sync=True)
 
     def submit_each(self, states: Sequence[ParameterState], *, sync: bool = False) -> Request | None:
-        """Submits the gradients that are not in progress, as ``submit``; those that can be, in one bucket.
+        """Submits the gradients that are not in progress, as ``submit``; those that can be, in the bucket.
 
         ``state.shares`` is known. Returns the last request.
         """
@@ -94,7 +96,8 @@ class GradientSubmitter:
             for state, grad in zip(begun, tensors, strict=True):
                 self.checks.first_gradients.note(state.name, grad)
         if begun:
-            PendingBucket(begun, tensors, self.options, sync=sync).start()
+            self._bucket = self._bucket or PendingBucket(self.options)
+            self._bucket.add(begun, tensors, sync=sync)
         if others:
             with torch.no_grad():
                 for state in others:
@@ -324,7 +327,7 @@ def _empty_rows(parameter: torch.Tensor, sparse_dims: int) -> torch.Tensor:
 
 def _group_of(state: ParameterState) -> Group | None:
     """The group in which its gradient travels. That of a parameter that was frozen meanwhile travels alone."""
-    return state.group if state.parameter.requires_grad or state.held else None
+    return state.group if state.parameter.requires_grad or state.is_held else None
 
 
 def _request_name(state: ParameterState) -> str:

@@ -102,6 +102,7 @@ static inline struct hr_cross_call hr_cross_call_of(const struct hr_team *team, 
         .host_count = team->host_count,
         .codec = codec,
         .kernel = team->node->kernel,
+        .sent_bytes = &team->node->counts.link_bytes,
         .piece_bytes = team->tuning.piece,
     };
 }

@@ -49,6 +49,7 @@ struct hr_cross_call {
     size_t count;   /* values; may be 0 */
     int reduce_op;    /* SUM, MIN, MAX, PRODUCT; allreduce and reduce-scatter only */
     const struct hr_kernel *kernel; /* allreduce and reduce-scatter only */
+    _Atomic uint64_t *sent_bytes;   /* a counter of what is posted */
     int root_host;    /* broadcast only */
     /* allgather, reduce-scatter and all-to-all only, instead of data and count: [host_count]; the caller keeps them */
     const struct hr_cross_part *parts;

@@ -147,7 +147,7 @@ static hr_status post_sends(struct hr_cross *state) {
         if (moves(state, step.send_peer, step.send_part, q, &span)) {
             HR_TRY(transport->ops->post(transport, HR_SEND, step.send_peer, HR_CHANNEL_DATA, span.data, span.bytes,
                                         io));
-            atomic_fetch_add_explicit(&transport->data_bytes, span.bytes, memory_order_relaxed);
+            atomic_fetch_add_explicit(state->call.sent_bytes, span.bytes, memory_order_relaxed);
         }
         state->send_posted++;
     }

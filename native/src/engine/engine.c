@@ -23,21 +23,20 @@
 
 int hr_engine_propose_tuning(struct hr_engine *engine, const uint64_t *values, int is_final, struct hr_error *error) {
     struct hr_lane *world = engine->lanes[0];
-    if (!engine->tuned.is_on || !world->is_root) {
+    if (!engine->tuned.is_on || !world->leader.is_root) {
         return hr_fail(error, HORO_ERR_USAGE, "values are proposed by rank 0, in a job that has begun with some");
     }
     if (!hr_lane_fits(world, values)) {
         return hr_fail(error, HORO_ERR_USAGE, "these values of autotuning are none that this job can have");
     }
     hr_drive_lock(&engine->drive);
-    const int status = hr_leader_make_due(&world->leader, values, is_final);
+    hr_leader_make_due(&world->leader, values, is_final);
     hr_drive_unlock(&engine->drive);
-    return status == HORO_OK ? HORO_OK : hr_fail(error, status, "out of memory for values of autotuning");
+    return HORO_OK;
 }
 
 /* The executor's handler of the record TUNE. HORO_OK or HORO_ERR_INTERNAL. */
-static int execute_tune(void *owner, const struct hr_wire_message *record) {
-    struct hr_lane *lane = owner;
+static int execute_tune(struct hr_lane *lane, const struct hr_wire_message *record) {
     struct hr_engine *engine = lane->engine;
     struct hr_tuned *tuned = &engine->tuned;
     uint64_t values[HORO_KNOB_COUNT];
@@ -54,13 +53,13 @@ static int execute_tune(void *owner, const struct hr_wire_message *record) {
     hr_drive_lock(&engine->drive);
     memcpy(tuned->values, values, sizeof values);
     tuned->is_final = record->is_final;
-    int status = HORO_OK;
-    for (int i = 1; record->is_final && i < engine->lane_count && status == HORO_OK; i++) {
-        const int is_led_here = engine->lanes[i]->is_root;
-        status = is_led_here ? hr_leader_make_due(&engine->lanes[i]->leader, values, 1) : HORO_OK;
+    for (int i = 1; record->is_final && i < engine->lane_count; i++) {
+        struct hr_leader *leader = &engine->lanes[i]->leader;
+        if (leader->is_root) {
+            hr_leader_make_due(leader, values, 1);
+        }
     }
     hr_drive_unlock(&engine->drive);
-    HR_TRY(status);
     if (record->is_final) {
         memcpy(tuned->settled, values, sizeof values);
     }
@@ -116,7 +115,7 @@ static int turn(struct hr_part *part) {
     int status = HORO_OK; /* all of the queue is announced, or fails with the group, since it is no longer there */
     struct hr_request *next = NULL;
     for (struct hr_request *request = hr_requests_take_queue(&engine->requests); request != NULL; request = next) {
-        const struct hr_cargo *cargo = &request->cargo;
+        const struct hr_hooks *hooks = request->cargo.hooks;
         struct hr_lane *lane = request->port == NULL ? NULL : request->port->lane;
         next = request->next;
         if (request->call.timeout_ms > 0) {
@@ -126,9 +125,8 @@ static int turn(struct hr_part *part) {
             lane->part.is_quiet = 0;
         }
         if (status == HORO_OK && (lane == NULL || !has_ended)) {
-            status = cargo->hooks != NULL && cargo->hooks->announce != NULL
-                         ? cargo->hooks->announce(cargo->owner, request)
-                         : hr_lane_announce(lane, request);
+            status = hooks != NULL && hooks->announce != NULL ? hooks->announce(request)
+                                                              : hr_lane_announce(lane, request);
         }
     }
     atomic_store_explicit(&engine->node->arena.blocks[engine->node->local_rank].pending,
@@ -141,9 +139,8 @@ static const struct hr_part_ops SUBMISSIONS = {.rank = HR_PART_SUBMISSIONS, .tur
 /* ---- The rooms of an engine ---- */
 
 /* A leader's handler of MAIL: sends and receives between hosts. */
-static int handle_mail(void *owner, int member, const struct hr_wire_message *wire, int64_t now_ns) {
+static int handle_mail(struct hr_lane *lane, int member, const struct hr_wire_message *wire, int64_t now_ns) {
     (void)now_ns;
-    struct hr_lane *lane = owner;
     return lane->team->number != 0 ? HORO_ERR_INTERNAL : hr_pairs_take_in(&lane->engine->pairs, member, wire);
 }
 
@@ -178,16 +175,16 @@ static void free_parts(struct hr_engine *engine) {
     hr_drive_fini(&engine->drive);
 }
 
-static hr_status init_parts(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend,
-                            const horo_setup *setup, struct hr_error *error) {
-    HR_TRY(hr_lane_create(engine, &engine->lane_setup, world, backend, &engine->lanes[0], error));
+static hr_status init_parts(struct hr_engine *engine, struct hr_team *world, const horo_setup *setup,
+                            struct hr_error *error) {
+    HR_TRY(hr_lane_create(engine, &engine->lane_setup, world, &engine->lanes[0], error));
     struct hr_drive *drive = &engine->drive;
     hr_drive_add(drive, &engine->leaving.part, &hr_part_end, engine);
     hr_drive_add(drive, &engine->submissions, &SUBMISSIONS, engine);
     hr_drive_add(drive, &engine->lanes[0]->part, &hr_part_lane, engine->lanes[0]);
     const int passes_mail = engine->lanes[0]->is_leader && world->host_count > 1;
-    hr_pairs_init(&engine->pairs, &engine->requests, setup->direct_bytes > 0,
-                  passes_mail ? &engine->lanes[0]->leader : NULL);
+    HR_TRY(hr_pairs_init(&engine->pairs, &engine->requests, setup->direct_bytes > 0,
+                         passes_mail ? &engine->lanes[0]->leader : NULL, error));
     hr_drive_add(drive, &engine->stall, &hr_part_stall, engine);
     hr_drive_add(drive, &engine->deadlock, &hr_part_deadlock, engine);
     hr_drive_add(drive, &engine->late.part, &hr_part_late, engine);
@@ -200,8 +197,8 @@ static hr_status init_parts(struct hr_engine *engine, struct hr_team *world, str
     return hr_drive_start(&engine->drive, error);
 }
 
-hr_status hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend,
-                         const horo_setup *setup, struct hr_error *error) {
+hr_status hr_engine_init(struct hr_engine *engine, struct hr_team *world, const horo_setup *setup,
+                         struct hr_error *error) {
     struct hr_node *node = world->node;
     *engine = (struct hr_engine){
         .node = node,
@@ -220,7 +217,6 @@ hr_status hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct
     };
     hr_status status = hr_drive_init(&engine->drive, node, (int64_t)setup->spin_us * 1000, error);
     if (status != HORO_OK) {
-        hr_backend_destroy(backend);
         hr_team_destroy(world);
         hr_node_close_fds(node);
         return status;
@@ -228,7 +224,7 @@ hr_status hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct
     hr_requests_init(&engine->requests, &engine->drive);
     atomic_store(&engine->drive.serves_hosts, world->local_rank == 0 && world->transport != NULL);
     (void)pthread_mutex_init(&engine->staging_lock, NULL);
-    status = init_parts(engine, world, backend, setup, error);
+    status = init_parts(engine, world, setup, error);
     if (status != HORO_OK) {
         hr_node_close_fds(node);
         free_parts(engine);
@@ -236,7 +232,7 @@ hr_status hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct
     return status;
 }
 
-void hr_engine_close_links(struct hr_engine *engine) {
+void hr_engine_close_fds(struct hr_engine *engine) {
     for (int i = 0; i < engine->lane_count; i++) {
         hr_team_close_links(engine->lanes[i]->team);
     }
@@ -247,6 +243,8 @@ void hr_engine_close_links(struct hr_engine *engine) {
             hr_team_close_links(added->team);
         }
     }
+    hr_node_close_fds(engine->node);
+    hr_drive_close_fd(&engine->drive);
 }
 
 void hr_engine_leave(struct hr_engine *engine, int status, const char *words) {
@@ -276,9 +274,7 @@ static void end(struct hr_engine *engine) {
     }
     hr_gpu_end(engine, hr_leave_has_failed(engine));
     hr_drive_lock(&engine->drive); /* after an abort, others may still call */
-    hr_engine_close_links(engine); /* which let go of what is posted before its memory is freed */
-    hr_node_close_fds(engine->node);
-    hr_drive_close_fd(&engine->drive);
+    hr_engine_close_fds(engine); /* links let go of what is posted before its memory is freed */
     hr_drive_unlock(&engine->drive);
 }
 
@@ -313,15 +309,4 @@ hr_status hr_engine_submit(struct hr_engine *engine, const horo_request *call, i
     return call->device != 0
                ? hr_gpu_submit(engine, call, handle, error)
                : hr_requests_submit(&engine->requests, call, (struct hr_cargo){0}, handle, error);
-}
-
-uint64_t hr_engine_link_bytes(struct hr_engine *engine) {
-    hr_drive_lock(&engine->drive);
-    uint64_t bytes = engine->gone_link_bytes;
-    for (int i = 0; i < engine->lane_count; i++) {
-        const struct hr_transport *transport = engine->lanes[i]->team->transport;
-        bytes += transport == NULL ? 0 : atomic_load(&transport->data_bytes);
-    }
-    hr_drive_unlock(&engine->drive);
-    return bytes;
 }

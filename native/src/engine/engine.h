@@ -111,20 +111,16 @@ struct hr_engine {
     /* [lane_count] this rank's, that of all ranks first; written by the driver with the lock held */
     struct hr_lane *lanes[HR_TEAMS_MAX];
     int lane_count;
-    uint64_t gone_link_bytes; /* of teams that have been removed; under the lock */
     struct hr_tuned tuned;
     pthread_mutex_t staging_lock;
     struct hr_stager *_Atomic stager; /* of tensors on GPUs; NULL: none may come */
     struct hr_on_gpu *_Atomic on_gpu; /* NULL: all of them are staged */
 };
 
-hr_status hr_engine_init(struct hr_engine *engine, struct hr_team *world, struct hr_backend *backend,
-                         const horo_setup *setup, struct hr_error *error);
-/*
- * Closes the links of all teams, also of those that are being added. Where nobody drives: at the end, or in a forked
- * child.
- */
-void hr_engine_close_links(struct hr_engine *engine);
+hr_status hr_engine_init(struct hr_engine *engine, struct hr_team *world, const horo_setup *setup,
+                         struct hr_error *error);
+/* Closes links, also of teams that are being added, and all else. Nobody drives: at the end, or in a forked child. */
+void hr_engine_close_fds(struct hr_engine *engine);
 /* As horo_leave: leaves the group and joins the thread, unless that has been done. */
 void hr_engine_leave(struct hr_engine *engine, int status, const char *words);
 /* As horo_abort. */
@@ -134,8 +130,6 @@ void hr_engine_fini(struct hr_engine *engine);
 
 hr_status hr_engine_submit(struct hr_engine *engine, const horo_request *request, int64_t *handle,
                            struct hr_error *error);
-/* Of data, handed to the links of all teams, those that are gone included. Any thread. */
-uint64_t hr_engine_link_bytes(struct hr_engine *engine);
 
 /* As horo_propose_tuning. */
 int hr_engine_propose_tuning(struct hr_engine *engine, const uint64_t *values, int is_final, struct hr_error *error);

@@ -23,7 +23,7 @@
 
 /* Counters of horo_read_counters. */
 struct hr_counts {
-    _Atomic uint64_t requests, cache_hits, batches, counted, tensors, bytes, messages_sent;
+    _Atomic uint64_t requests, cache_hits, batches, counted, tensors, bytes, messages_sent, link_bytes;
 };
 
 struct hr_node {

@@ -109,7 +109,6 @@ struct hr_transport_ops {
 
 struct hr_transport {
     const struct hr_transport_ops *ops;
-    _Atomic uint64_t data_bytes; /* a counter for whoever posts sends of data; zero at creation */
     int is_quiet; /* the driver's: nothing of its team is under way here, so it is moved now and then only */
 };
 

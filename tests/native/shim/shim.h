@@ -175,9 +175,8 @@ int shim_recorder_describe(shim_recorder *recorder, int lines, char *text, size_
  */
 uint64_t shim_recorder_claim(shim_recorder *recorder);
 void shim_recorder_publish(shim_recorder *recorder, uint64_t place);
-/* The next look of a reader of all events, which gives up what is before a place; *lost: how many it has missed. */
-int32_t shim_recorder_look(shim_recorder *recorder, uint64_t given_up, horo_event *events, int32_t capacity,
-                           uint64_t *lost);
+/* The next look of a reader of all events; *lost: how many it has missed. */
+int32_t shim_recorder_look(shim_recorder *recorder, horo_event *events, int32_t capacity, uint64_t *lost);
 /* `count` requests are submitted and end, as fast as one thread can note that. */
 void shim_recorder_add_requests(shim_recorder *recorder, int32_t count);
 /* Of the recorder's timeline; start returns the status, and a stop that has begun is_stopping. */

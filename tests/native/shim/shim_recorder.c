@@ -104,11 +104,9 @@ void shim_recorder_publish(shim_recorder *recorder, uint64_t place) {
     shim_recorder_destroy(other);
 }
 
-int32_t shim_recorder_look(shim_recorder *recorder, uint64_t given_up, horo_event *events, int32_t capacity,
-                           uint64_t *lost) {
+int32_t shim_recorder_look(shim_recorder *recorder, horo_event *events, int32_t capacity, uint64_t *lost) {
     int32_t count = 0;
     recorder->tail.now = hr_tick_sample();
-    recorder->tail.given_up = given_up;
     *lost = 0;
     while (count < capacity && hr_recorder_next(&recorder->recorder, &recorder->tail, &events[count], lost)) {
         count++;

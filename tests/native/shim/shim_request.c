@@ -21,7 +21,7 @@ int shim_request_outlives_cargo(void) {
     struct watched watched = {.answer = -1};
     if (hr_request_create(&call, &request, &error) == HORO_OK) {
         watched.request = request->next = request;
-        request->cargo = (struct hr_cargo){&hooks, request, &watched};
+        request->cargo = (struct hr_cargo){&hooks, &watched};
         hr_request_destroy(request);
     }
     return watched.answer;

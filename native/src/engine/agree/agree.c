@@ -1,4 +1,3 @@
-#include <stdlib.h>
 #include <string.h>
 
 #include "base/traits.h"
@@ -45,8 +44,18 @@ static int note_mismatch(struct hr_agree *agree, struct hr_agree_entry *entry, c
     return hr_agree_set_failure(entry, HORO_ERR_MISMATCH, text, strlen(text));
 }
 
-static int is_same(const struct hr_agree_copy *a, const struct hr_agree_copy *b) {
-    return a->count == b->count && memcmp(a->bytes, b->bytes, b->count) == 0;
+/* Compares what a member means with what this round has so far. */
+static int compare_in(struct hr_agree *agree, struct hr_agree_entry *entry, const struct hr_agree_copy *request) {
+    struct hr_agree_copy other = entry->current;
+    if (other.bytes == NULL) {
+        other = entry->known;
+        other.rank = entry->id_rank;
+    }
+    const int is_first = other.bytes == NULL || other.rank < 0;
+    return is_first || other.bytes == request->bytes ||
+                   (other.count == request->count && memcmp(other.bytes, request->bytes, other.count) == 0)
+               ? HORO_OK
+               : note_mismatch(agree, entry, &other, request);
 }
 
 int hr_agree_announce_id(struct hr_agree *agree, int member, uint32_t id, struct hr_wire_rows rows, int64_t now_ns) {
@@ -67,36 +76,12 @@ int hr_agree_announce_id(struct hr_agree *agree, int member, uint32_t id, struct
     }
     entry->is_awaited = 1;
     HR_TRY(hr_agree_note_rows(agree, entry, member, known->gathers, rows));
-    const int rank = agree->config.rank_of_member[member];
-    if (entry->id_rank < 0) {
-        entry->id_rank = rank;
-    }
-    /*
-     * Somebody sent a changed request in full; this rank still means what the id stands for. Or it is another id, of an
-     * ordered call.
-     */
-    const struct hr_agree_copy mine = {known->bytes, known->count, rank, known->gathers};
-    if (entry->current.bytes != NULL ? !is_same(&entry->current, &mine) : entry->id != id) {
-        const struct hr_agree_copy by_id = {entry->known.bytes, entry->known.count, entry->id_rank, 0};
-        HR_TRY(note_mismatch(agree, entry, entry->current.bytes != NULL ? &entry->current : &by_id, &mine));
-    }
+    /* somebody may have sent a changed request in full, or another id where it is an ordered call */
+    struct hr_agree_copy mine = *known;
+    mine.rank = agree->config.rank_of_member[member];
+    HR_TRY(compare_in(agree, entry, &mine));
+    entry->id_rank = entry->id_rank < 0 ? mine.rank : entry->id_rank;
     return hr_agree_complete_if_all(agree, entry);
-}
-
-/* Compares a full request with what this round has so far and keeps the first one. */
-static int compare_in(struct hr_agree *agree, struct hr_agree_entry *entry, const struct hr_agree_copy *request) {
-    const struct hr_agree_copy *other = NULL;
-    struct hr_agree_copy by_id = entry->known;
-    if (entry->current.bytes != NULL) {
-        other = &entry->current;
-    } else if (entry->id_rank >= 0) {
-        by_id.rank = entry->id_rank;
-        other = &by_id;
-    }
-    if (other != NULL && !is_same(other, request)) {
-        HR_TRY(note_mismatch(agree, entry, other, request));
-    }
-    return entry->current.bytes == NULL ? hr_agree_keep(entry, request) : HORO_OK;
 }
 
 int hr_agree_announce_request(struct hr_agree *agree, int member, const struct hr_wire_message *message,
@@ -122,6 +107,7 @@ int hr_agree_announce_request(struct hr_agree *agree, int member, const struct h
         HR_TRY(hr_agree_set_failure(entry, message->status, message->text.data, message->text.bytes));
     }
     HR_TRY(compare_in(agree, entry, &request));
+    HR_TRY(entry->current.bytes == NULL ? hr_agree_keep(entry, &request) : HORO_OK);
     if (hr_op_is(message->request.op, HR_OP_LAST)) {
         HR_TRY(hr_agree_begin_absence(agree, entry));
     }
@@ -236,8 +222,8 @@ int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out) {
             continue;
         }
         hr_agree_move(agree, entry, HR_AGREE_REPORTED);
-        entry->reported_full = entry->current.bytes != NULL || entry->failure != 0;
-        const int is_bare = !entry->reported_full && entry->known.gathers == 0;
+        const int in_full = entry->current.bytes != NULL || entry->failure != 0;
+        const int is_bare = !in_full && entry->known.gathers == 0;
         if (!is_bare || id_count == IDS_PER_MESSAGE) { /* calls are counted; JOIN is the last */
             HR_TRY(hr_frame_put_ids(out, ids, &id_count));
         }
@@ -247,7 +233,7 @@ int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out) {
         }
         struct hr_wire_rows rows = {0};
         HR_TRY(entry->failure != 0 ? HORO_OK : hr_agree_merge_rows(agree, entry, &rows));
-        HR_TRY(entry->reported_full ? put_request(out, entry, rows)
+        HR_TRY(in_full ? put_request(out, entry, rows)
                                     : hr_frame_put(out, &(struct hr_wire_message){
                                                             .type = HR_WIRE_ROWS, .id = entry->id, .rows = rows}));
     }
@@ -306,11 +292,14 @@ static int is_known_by_id(const struct hr_agree_entry *entry) {
     return entry->id != 0 && entry->current.bytes == NULL;
 }
 
-/* A rank that has joined and has not submitted what comes by name learns of it by a REQUEST in front of it. */
+/*
+ * A rank that has joined and has not submitted what comes by name learns of it by a REQUEST in front of it. An ordered
+ * call needs all ranks, so it has been submitted by all.
+ */
 static int describe_chosen(const struct hr_agree *agree, struct hr_buffer *out) {
     for (const struct hr_agree_entry *entry = agree->lists[HR_AGREE_CHOSEN].first;
          agree->absent.is_known && entry != NULL; entry = entry->next) {
-        if (entry != agree->absent.entry && !is_known_by_id(entry)) {
+        if (entry != agree->absent.entry && !entry->is_call && !is_known_by_id(entry)) {
             HR_TRY(put_request(out, entry, (struct hr_wire_rows){0}));
         }
     }
@@ -392,7 +381,6 @@ void hr_agree_take_lone(struct hr_agree *agree) {
         hr_agree_reset(agree, entry);
     } else {
         hr_agree_move(agree, entry, HR_AGREE_REPORTED);
-        entry->reported_full = 0;
     }
 }
 

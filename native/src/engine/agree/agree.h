@@ -46,7 +46,6 @@ struct hr_agree_config {
     int team_size;                        /* how many rows an alltoall has for each tensor and rank */
     int rank_count;                       /* all ranks: ids of ranks in messages are checked against it */
     uint32_t capacity;                    /* cached tensors; 0: none */
-    uint64_t evict_after;                 /* root: rounds that an id must have been idle for to be evicted */
     uint64_t fusion_bytes;                /* most bytes in one batch of several tensors */
     struct hr_recorder *recorder;         /* root: gets announcements while a timeline is written; NULL: none */
     int team_number;                      /* for that */

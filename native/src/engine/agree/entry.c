@@ -178,7 +178,6 @@ void hr_agree_reset(struct hr_agree *agree, struct hr_agree_entry *entry) {
     entry->failure_text = NULL;
     entry->failure = 0;
     entry->id_rank = -1;
-    entry->reported_full = 0;
     entry->is_awaited = 0;
     entry->announced_count = 0;
     hr_buffer_consume(&entry->rows, hr_buffer_size(&entry->rows));
@@ -211,7 +210,7 @@ void hr_agree_reset(struct hr_agree *agree, struct hr_agree_entry *entry) {
 static void evict(struct hr_agree *agree, struct hr_agree_entry *entry) {
     forget_known(agree, entry);
     entry->id = 0;
-    if (entry->state == HR_AGREE_REPORTED && entry->reported_full) {
+    if (entry->state == HR_AGREE_REPORTED && (entry->current.bytes != NULL || entry->failure != 0)) {
         return; /* the parent has all it needs; the repeated announcements are ignored as such */
     }
     for (int member = 0; member < agree->config.member_count; member++) {
@@ -259,6 +258,9 @@ void hr_agree_note_use(struct hr_agree *agree, uint32_t id) {
     }
 }
 
+/* higher: more hits where names are many times the capacity; lower: new names are cached sooner */
+enum { EVICT_AFTER_CAPACITIES = 16 }; /* rounds that an id must have been idle for, in capacities */
+
 /*
  * Training asks for the same names in the same order, step after step. With a few names more than slots, to evict the
  * least recently used one for each newcomer would evict every name just before it is needed, and the cache would never
@@ -271,7 +273,8 @@ uint32_t hr_agree_pick_id(struct hr_agree *agree) {
     }
     const struct hr_agree_entry *oldest = agree->lists[HR_AGREE_IDLE].first;
     /* a rank that joins must not have to announce again what it has announced by id, see join.c */
-    if (agree->absent.is_known || oldest == NULL || agree->rounds - oldest->last_round < agree->config.evict_after) {
+    if (agree->absent.is_known || oldest == NULL ||
+        agree->rounds - oldest->last_round < (uint64_t)EVICT_AFTER_CAPACITIES * capacity) {
         return 0;
     }
     return oldest->id > UINT32_MAX - capacity ? 0 : oldest->id + capacity;

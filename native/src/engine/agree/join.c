@@ -148,7 +148,6 @@ int hr_agree_describe(struct hr_agree *agree, const struct hr_wire_message *mess
                                           message->rank, hr_agree_rows_told(agree, &message->request)};
     HR_TRY(hr_agree_keep(entry, &request));
     hr_agree_move(agree, entry, HR_AGREE_REPORTED);
-    entry->reported_full = 1;
     agree->active++;
     return HORO_OK;
 }

@@ -34,7 +34,6 @@ struct hr_agree_entry {
     struct hr_agree_copy known;      /* the request that the id stands for; bytes NULL without id; a call's is lent */
     struct hr_agree_copy current;    /* the first full request of this round; bytes NULL if all came by id */
     int id_rank;                     /* a rank that announced by id this round, -1 */
-    int reported_full;               /* REPORTED with the full request */
     int announced_count;
     uint64_t *announced;             /* bit per member */
     uint64_t *by_id;                 /* bit per member: announced by id */
@@ -60,7 +59,6 @@ static inline size_t hr_agree_words(const struct hr_agree *agree) {
 static inline const struct hr_agree_copy *hr_agree_request(const struct hr_agree_entry *entry) {
     return entry->current.bytes != NULL ? &entry->current : &entry->known;
 }
-
 /* text.c: one sentence on how two requests of the same name differ. */
 void hr_agree_mismatch_text(const struct hr_agree_config *config, const struct hr_agree_entry *entry,
                             const struct hr_agree_copy *one, const struct hr_agree_copy *two, char *out,

@@ -12,20 +12,11 @@ enum {
     DIGITS_MIN = 6, /* as many as %g writes */
 };
 
-static const char *reduce_name(int reduce_op) {
-    switch (reduce_op) {
-    case HORO_AVERAGE: return "Average";
-    case HORO_SUM: return "Sum";
-    case HORO_ADASUM: return "Adasum";
-    case HORO_MIN: return "Min";
-    case HORO_MAX: return "Max";
-    case HORO_PRODUCT: return "Product";
-    case HORO_BAND: return "BAND";
-    case HORO_BOR: return "BOR";
-    case HORO_BXOR: return "BXOR";
-    default: return "unknown";
-    }
-}
+/* Requests that have been decoded have no other. */
+static const char *const REDUCE_NAMES[] = {
+    [HORO_AVERAGE] = "Average", [HORO_SUM] = "Sum",  [HORO_ADASUM] = "Adasum", [HORO_MIN] = "Min",   [HORO_MAX] = "Max",
+    [HORO_PRODUCT] = "Product", [HORO_BAND] = "BAND", [HORO_BOR] = "BOR",      [HORO_BXOR] = "BXOR",
+};
 
 /* The first extent of an allgather or alltoall may differ by rank and is not part of the request. */
 static void describe(const struct hr_wire_tensor *tensor, int op, char *text, size_t text_bytes) {
@@ -123,8 +114,8 @@ static void describe_difference(const struct hr_wire_request *a, const struct hr
             (void)snprintf(prefix, VALUE_BYTES, "tensor %u of the group: ", index);
         }
     } else if (a->reduce_op != b->reduce_op) {
-        (void)snprintf(a_text, VALUE_BYTES, "op %s", reduce_name(a->reduce_op));
-        (void)snprintf(b_text, VALUE_BYTES, "op %s", reduce_name(b->reduce_op));
+        (void)snprintf(a_text, VALUE_BYTES, "op %s", REDUCE_NAMES[a->reduce_op]);
+        (void)snprintf(b_text, VALUE_BYTES, "op %s", REDUCE_NAMES[b->reduce_op]);
     } else if (a->root_rank != b->root_rank) {
         (void)snprintf(a_text, VALUE_BYTES, "root rank %d", a->root_rank);
         (void)snprintf(b_text, VALUE_BYTES, "root rank %d", b->root_rank);
@@ -157,7 +148,7 @@ static void describe_call(const struct hr_wire_request *request, char *text) {
         used += (size_t)snprintf(text + used, VALUE_BYTES - used, " and %u more", request->tensor_count - 1);
     }
     if (hr_op_is(request->op, HR_OP_REDUCTION)) {
-        used += (size_t)snprintf(text + used, VALUE_BYTES - used, ", %s", reduce_name(request->reduce_op));
+        used += (size_t)snprintf(text + used, VALUE_BYTES - used, ", %s", REDUCE_NAMES[request->reduce_op]);
     }
     if (hr_op_is(request->op, HR_OP_ROOTED)) {
         used += (size_t)snprintf(text + used, VALUE_BYTES - used, ", root %d", request->root_rank);

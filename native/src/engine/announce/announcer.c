@@ -9,9 +9,7 @@
 /* The knowledge of this rank of a tensor with an id, in one allocation. */
 struct hr_known {
     struct hr_request *pending; /* announced by this id and not done */
-    const char *name;           /* within bytes, without a terminator; of ordered calls all of them */
-    size_t name_bytes;
-    uint64_t name_hash;
+    uint64_t hash;              /* of its key, which is all of bytes: the name's, or of an ordered call that of bytes */
     int is_call;
     uint32_t id;
     uint32_t byte_count; /* at most HR_WIRE_MESSAGE_MAX */
@@ -47,15 +45,12 @@ int hr_announcer_is_idle(const struct hr_announcer *announcer) {
 }
 
 static struct hr_known *find(const struct hr_announcer *announcer, const struct hr_request *request) {
-    return hr_request_is_call(request)
-               ? hr_map_find(&announcer->known, request->known_hash, (const char *)request->bytes, request->byte_count)
-               : hr_map_find(&announcer->known, request->known_hash, request->call.name, request->name_bytes);
+    return hr_map_find(&announcer->known, request->known_hash, (const char *)request->bytes, request->byte_count);
 }
 
 int hr_announcer_knows(struct hr_announcer *announcer, struct hr_request *request) {
     struct hr_known *known = find(announcer, request);
-    if (known == NULL || request->refused != 0 || known->byte_count != request->byte_count ||
-        memcmp(known->bytes, request->bytes, request->byte_count) != 0) {
+    if (known == NULL || request->refused != 0) {
         return 0;
     }
     request->announced_id = known->id;
@@ -174,7 +169,7 @@ void hr_announcer_drop(const struct hr_announcer *announcer, const struct hr_req
 
 static int forget(struct hr_announcer *announcer, struct hr_known *known) {
     struct hr_request *pending = known->pending;
-    (void)hr_map_remove(&announcer->known, known->name_hash, known->name, known->name_bytes);
+    (void)hr_map_remove(&announcer->known, known->hash, (const char *)known->bytes, known->byte_count);
     announcer->slots[known->id % announcer->capacity] = NULL;
     give_back(announcer, known);
     return pending == NULL ? HORO_OK : hr_announcer_put_full(announcer, pending);
@@ -186,21 +181,15 @@ static int create_known(struct hr_announcer *announcer, const struct hr_request 
         return HORO_ERR_RESOURCE;
     }
     memcpy(known->bytes, request->bytes, request->byte_count);
-    struct hr_wire_request decoded = {0};
-    int status = hr_wire_decode_request(known->bytes, request->byte_count, &decoded);
     known->pending = NULL;
+    known->hash = request->known_hash;
     known->is_call = hr_request_is_call(request);
-    known->name = known->is_call ? (const char *)known->bytes : decoded.name.data;
-    known->name_bytes = known->is_call ? request->byte_count : decoded.name.bytes;
-    known->name_hash = request->known_hash;
     known->id = id;
     known->byte_count = (uint32_t)request->byte_count;
-    if (status == HORO_OK) {
-        status = hr_map_insert(&announcer->known, known->name_hash, known->name, known->name_bytes, known);
-    }
-    if (status != HORO_OK) {
+    const char *key = (const char *)known->bytes;
+    if (hr_map_insert(&announcer->known, known->hash, key, known->byte_count, known) != HORO_OK) {
         give_back(announcer, known);
-        return status;
+        return HORO_ERR_RESOURCE;
     }
     announcer->slots[id % announcer->capacity] = known;
     return HORO_OK;

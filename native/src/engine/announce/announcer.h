@@ -17,7 +17,7 @@ enum { HR_IDS_MAX = 256 }; /* in one message of a local rank */
 
 struct hr_announcer {
     struct hr_team *team;
-    struct hr_map known;     /* by name */
+    struct hr_map known;     /* by canonical form */
     struct hr_pool pool;     /* of these */
     struct hr_known **slots; /* [capacity] by id % capacity */
     uint32_t capacity;

@@ -21,7 +21,6 @@
  */
 #include <stdlib.h>
 #include <sys/prctl.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "base/system.h"
@@ -54,6 +53,7 @@
 
 enum {
     TURNS_PER_CLOCK = 16, /* while things move, the deadline is looked at once in so many turns */
+    THREAD_SPIN_DIVISOR = 20, /* the background thread shares its core with the training: it spins less than a caller */
 };
 
 /* ---- Parts ---- */
@@ -234,7 +234,7 @@ static int may_yield(const struct hr_drive *drive) {
  * to do but wait, or a caller wants to: 1, and its sleep on all that may come is prepared.
  */
 static int run_loop(struct hr_drive *drive, const _Atomic int *word, int value, int64_t deadline_ns) {
-    const int64_t spin_ns = word != NULL ? drive->caller_spin_ns : drive->thread_spin_ns;
+    const int64_t spin_ns = word != NULL ? drive->spin_ns : drive->spin_ns / THREAD_SPIN_DIVISOR;
     for (unsigned turns = 1; !may_return(drive, word, value); turns++) {
         if (turn(drive->node, drive)) {
             if (turns % TURNS_PER_CLOCK == 0 && deadline_ns != 0 && hr_now_ns() >= deadline_ns) {
@@ -426,15 +426,8 @@ static void *thread_main(void *arg) {
 
 /* ---- The beginning and the end ---- */
 
-enum {
-    THREAD_SPIN_DIVISOR = 20, /* the background thread shares its core with the training: it spins less than a caller */
-};
-
 hr_status hr_drive_init(struct hr_drive *drive, struct hr_node *node, int64_t spin_ns, struct hr_error *error) {
-    *drive = (struct hr_drive){.node = node,
-                               .kick_fd = -1,
-                               .caller_spin_ns = spin_ns,
-                               .thread_spin_ns = spin_ns / THREAD_SPIN_DIVISOR};
+    *drive = (struct hr_drive){.node = node, .kick_fd = -1, .spin_ns = spin_ns};
     hr_condition_init(&drive->done);
     (void)pthread_mutex_init(&drive->lock, NULL);
     (void)pthread_mutex_init(&drive->end_lock, NULL);

@@ -100,7 +100,7 @@ struct hr_drive {
     int kick_fd;           /* of that sleep, where it is on descriptors; -1: it never is */
     pthread_mutex_t end_lock; /* of whoever ends the thread */
     int has_ended;
-    int64_t caller_spin_ns, thread_spin_ns;
+    int64_t spin_ns; /* of a caller */
 
     /* The driver's own. */
     struct hr_part *parts; /* in their order; changed under the lock */

@@ -74,19 +74,23 @@ static void end_record(struct hr_lane *lane, struct hr_request *const *requests,
 
 /* ---- The requests of a record ---- */
 
-/* The request that a ref stands for, or a stand-in; this rank learns what the record says of it. */
+/*
+ * The request that a ref stands for, or a stand-in; NULL for a name of which this rank, which has joined, has none. It
+ * learns what the record says of it.
+ */
 static int resolve(struct hr_lane *lane, const struct hr_wire_ref *ref, struct hr_request **request) {
     struct hr_wire_text bytes = {NULL, 0};
-    if (ref->name.bytes == 0) {
+    const int is_named = ref->name.bytes > 0;
+    if (!is_named) {
         HR_TRY(hr_announcer_take(&lane->announcer, &lane->port, ref->id, request, &bytes));
-        return *request != NULL ? HORO_OK : lane->executor.ops->absent(lane, ref->name, bytes, request);
+    } else if (hr_wire_is_call(ref->name)) {
+        *request = hr_port_take_call(&lane->port);
+    } else {
+        *request = hr_port_find_name(&lane->port, ref->name);
     }
-    *request = hr_wire_is_call(ref->name) ? hr_port_take_call(&lane->port) : hr_port_find_name(&lane->port, ref->name);
-    HR_TRY(*request != NULL ? HORO_OK : lane->executor.ops->absent(lane, ref->name, bytes, request));
-    if (*request == NULL) {
-        return HORO_ERR_INTERNAL;
-    }
-    return ref->id == 0 ? HORO_OK : hr_announcer_learn(&lane->announcer, *request, ref->id);
+    HR_TRY(*request != NULL ? HORO_OK : lane->executor.ops->absent(lane, bytes, request));
+    const int learns = is_named && ref->id != 0 && *request != NULL;
+    return learns ? hr_announcer_learn(&lane->announcer, *request, ref->id) : HORO_OK;
 }
 
 /* Room for `count` elements. */
@@ -228,6 +232,7 @@ static int execute_batch(struct hr_lane *lane, const struct hr_wire_message *rec
         struct hr_wire_ref ref;
         hr_wire_next_ref(&cursor, &ref);
         HR_TRY(resolve(lane, &ref, &batch->requests[i]));
+        HR_TRY(batch->requests[i] == NULL ? HORO_ERR_INTERNAL : HORO_OK);
         batch->request_count++;
     }
     HR_TRY(add_operands(batch));
@@ -349,11 +354,9 @@ static int execute_result(struct hr_lane *lane, const struct hr_wire_message *re
 }
 
 static int execute_fail(struct hr_lane *lane, const struct hr_wire_message *record) {
-    struct hr_request *request =
-        hr_wire_is_call(record->name) ? hr_port_take_call(&lane->port) : hr_port_find_name(&lane->port, record->name);
+    struct hr_request *request = NULL;
+    HR_TRY(resolve(lane, &(struct hr_wire_ref){.name = record->name}, &request));
     if (request == NULL) {
-        const struct hr_wire_text none = {NULL, 0};
-        HR_TRY(lane->executor.ops->absent(lane, record->name, none, &request));
         end_record(lane, NULL, 0, HORO_OK, NULL);
         return HORO_OK;
     }

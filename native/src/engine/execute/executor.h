@@ -14,21 +14,21 @@ struct hr_lane;
 struct hr_request;
 
 /* A record of the log that ends no request of this rank. HORO_OK or a status. */
-typedef int hr_record_handler(void *owner, const struct hr_wire_message *record);
+typedef int hr_record_handler(struct hr_lane *lane, const struct hr_wire_message *record);
 
-/* The work of others for an executor, whose owner they are called with. */
+/* The work of others for an executor, whose lane they are called with. */
 struct hr_executor_ops {
     hr_record_handler *handlers[HR_WIRE_TYPES]; /* NULL: no correct log has such a record, unless it is done here */
     /*
      * Does what a request is about that changes who takes part, as hr_task.progress; the request has the row of its
      * record as its answer, -1: none. HR_DONE: its status is error->code, with its sentence.
      */
-    int (*change)(void *owner, struct hr_request *request, struct hr_error *error);
+    int (*change)(struct hr_lane *lane, struct hr_request *request, struct hr_error *error);
     /*
-     * A record is about what this rank has not submitted: the request that stands in, by its name, or made from its
-     * canonical bytes; NULL where a name needs none. HORO_ERR_INTERNAL: all must submit, and so must this rank.
+     * A record is about what this rank has not submitted: *request stands in, made from its canonical bytes; it stays
+     * NULL where there are none. HORO_ERR_INTERNAL: all must submit, and so must this rank.
      */
-    int (*absent)(void *owner, struct hr_wire_text name, struct hr_wire_text bytes, struct hr_request **request);
+    int (*absent)(struct hr_lane *lane, struct hr_wire_text bytes, struct hr_request **request);
 };
 
 /* The state of the record at the front of the log. */

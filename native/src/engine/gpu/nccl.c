@@ -10,7 +10,6 @@
 #include <time.h>
 
 #include "base/clock.h"
-#include "base/traits.h"
 #include "device/stager.h"
 
 enum {
@@ -23,8 +22,6 @@ enum {
 #define CONFIRM_NS 250000000ll /* other ranks may tell of the cause meanwhile: a rank that is gone */
 
 _Static_assert(HORO_NCCL_ID_BYTES == sizeof(struct hr_nccl_id), "of NCCL");
-
-static const struct hr_part_ops PART;
 
 static void wait_a_moment(void) {
     const struct timespec moment = {.tv_nsec = MOMENT_NS}; /* nothing tells of what is waited for here */
@@ -52,7 +49,7 @@ int hr_gpu_place(struct hr_engine *engine, struct hr_request *request, struct hr
     static const struct hr_hooks hooks = {.freed = drop_mark};
     struct hr_mark *mark = NULL;
     HR_TRY(hr_mark_create(gpu->device, (void *)(uintptr_t)call->stream, &mark, reason));
-    request->cargo = (struct hr_cargo){&hooks, engine, mark};
+    request->cargo = (struct hr_cargo){&hooks, mark};
     hr_request_set_on_gpu(request);
     return HORO_OK;
 }
@@ -84,7 +81,6 @@ int hr_engine_use_nccl(struct hr_engine *engine, const char *const *paths, size_
     }
     (void)pthread_mutex_lock(&engine->staging_lock);
     const int may_use = atomic_load(&engine->stager) != NULL && atomic_load(&engine->on_gpu) == NULL;
-    made->part = &PART;
     const int status =
         may_use ? open_nccl(engine, made, paths, path_count, device, found, error)
                 : hr_fail(error, HORO_ERR_USAGE, "NCCL: horo_use_cuda comes once before it, and nothing behind it");
@@ -310,7 +306,7 @@ static int needs(const struct hr_part *part) {
     return gpu != NULL && atomic_load(&gpu->is_busy);
 }
 
-static const struct hr_part_ops PART = {.rank = HR_PART_GPU, .turn = turn, .needs = needs, .end = end};
+const struct hr_part_ops hr_part_gpu = {.rank = HR_PART_GPU, .turn = turn, .needs = needs, .end = end};
 
 void hr_gpu_detach(struct hr_engine *engine, const struct hr_lane *lane) {
     struct hr_gpu_team *team = (struct hr_gpu_team *)atomic_load(&lane->on_gpu);

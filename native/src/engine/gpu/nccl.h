@@ -56,7 +56,6 @@ struct hr_nccl_in_flight {
 
 struct hr_on_gpu {
     struct hr_nccl nccl;
-    const struct hr_part_ops *part; /* that looks after it, once something runs */
     struct hr_device *device; /* of all communicators, as is the stream */
     void *stream;
     struct hr_gpu_team *connecting; /* a caller's: for the world, or for the team that is added next */
@@ -66,6 +65,9 @@ struct hr_on_gpu {
     int64_t clock; /* no batch has a higher number here */
     _Atomic int is_busy; /* something that was launched may still run, or a communicator has not come to its end */
 };
+
+/* nccl.c: looks after it, once something runs. */
+extern const struct hr_part_ops hr_part_gpu;
 
 /* nccl_order.c */
 extern const struct hr_backend_ops hr_nccl_ops;

@@ -36,7 +36,7 @@ void hr_gpu_become_busy(struct hr_engine *engine) {
     struct hr_on_gpu *gpu = atomic_load(&engine->on_gpu);
     if (engine->gpu.ops == NULL) {
         hr_drive_lock(&engine->drive);
-        hr_drive_add(&engine->drive, &engine->gpu, gpu->part, engine);
+        hr_drive_add(&engine->drive, &engine->gpu, &hr_part_gpu, engine);
         hr_drive_unlock(&engine->drive);
     }
     atomic_store(&gpu->is_busy, 1);

@@ -133,7 +133,7 @@ static int stage(struct hr_engine *engine, struct hr_request *request, struct hr
                                          (size_t)call->tensor_count, &staging, reason);
     free(staged);
     HR_TRY(status);
-    request->cargo = (struct hr_cargo){&staged_hooks, engine, staging};
+    request->cargo = (struct hr_cargo){&staged_hooks, staging};
     request->state = HR_REQUEST_STAGING;
     horo_tensor *tensors = (horo_tensor *)(void *)(request + 1); /* those of its call, see submit.c */
     for (int i = 0; i < call->tensor_count; i++) {

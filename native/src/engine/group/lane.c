@@ -60,11 +60,12 @@ void hr_lane_destroy(struct hr_lane *lane) {
 }
 
 int hr_lane_create(struct hr_engine *engine, const struct hr_lane_setup *setup, struct hr_team *team,
-                   struct hr_backend *backend, struct hr_lane **lane, struct hr_error *error) {
+                   struct hr_lane **lane, struct hr_error *error) {
     struct hr_lane *created = calloc(1, sizeof *created);
-    if (created == NULL) {
+    struct hr_backend *backend = created == NULL ? NULL : hr_host_backend_create(team);
+    if (backend == NULL) {
         (void)hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a process set of %d ranks", team->size);
-        hr_backend_destroy(backend);
+        free(created);
         hr_team_destroy(team);
         return HORO_ERR_RESOURCE;
     }
@@ -74,8 +75,7 @@ int hr_lane_create(struct hr_engine *engine, const struct hr_lane_setup *setup, 
     created->backend = backend;
     created->is_leader = team->local_rank == 0;
     created->executor.ops = setup->executor_ops;
-    created->is_root = team->rank == 0;
-    created->may_count = setup->may_count && hr_round_is_for(team) && backend->ops->begin_ahead != NULL;
+    created->may_count = setup->may_count && hr_round_is_for(team);
     created->lane_count = setup->lane_count;
     created->round.team = team;
     created->port = (struct hr_port){.requests = setup->requests, .team = team, .lane = created};
@@ -132,7 +132,7 @@ static int may_count(const struct hr_lane *lane, const struct hr_request *reques
            /* nothing but the request has been announced and not been agreed on, and all of the log is executed */
            atomic_load(&lane->port.pending) == 1 && executor->state == HR_EXECUTION_IDLE &&
            hr_buffer_size(&executor->log_in) == 0 && !executor->has_executed_leave &&
-           hr_announcer_is_idle(&lane->announcer) && !lane->has_asked_to_leave && !lane->is_absent &&
+           hr_announcer_is_idle(&lane->announcer) && !lane->has_asked_to_leave &&
            (!lane->is_leader || hr_leader_is_idle(&lane->leader)) &&
            /* partner: hr_ring_write */
            atomic_load(&lane->team->partition.header->log.written) == executor->log_executed &&

@@ -15,7 +15,6 @@
 #include "node/team.h"
 
 struct hr_engine;
-struct hr_absence;
 
 /* The memory of the check for stalls; stall.c. */
 struct hr_stall {
@@ -25,6 +24,14 @@ struct hr_stall {
     uint64_t all_moves;   /* likewise of all lanes */
     int64_t all_moved_ns;
     int64_t answers_ns; /* when ranks here that were asked should have answered; 0: none was */
+};
+
+/* Of a rank that joins the team; membership/join.c. */
+struct hr_absence {
+    struct hr_part part;     /* while a JOIN is held */
+    struct hr_request *held; /* the JOIN that is to be announced */
+    int is_heard;            /* the record JOINED of this rank has been executed */
+    int is_announced;        /* JOIN is: this rank has joined */
 };
 
 /* The values that all lanes of a rank begin with. */
@@ -43,15 +50,14 @@ struct hr_lane {
     struct hr_team *team;
     struct hr_backend *backend;
     struct hr_backend *_Atomic on_gpu; /* NCCL's; NULL: all tensors on GPUs are staged */
-    int is_leader, is_root; /* of the team: on this host, of all */
+    int is_leader; /* of the team on this host */
     const int *lane_count;   /* see struct hr_lane_setup, as for may_count */
     int may_count;
     int has_asked_to_leave;  /* the world's: LEAVE is announced */
     struct hr_port port;
     struct hr_part part;
     struct hr_announcer announcer;
-    int is_absent;              /* this rank has joined, or is about to: it takes part in no round */
-    struct hr_absence *absence; /* kept by membership; NULL: nothing is */
+    struct hr_absence absence;
     struct hr_round round;
     struct hr_leader leader; /* unused on other ranks */
     struct hr_executor executor;
@@ -59,12 +65,12 @@ struct hr_lane {
 };
 
 /*
- * A lane takes over its team and backend, also where it fails. The team has its links, if it needs any. The world's is
- * open; another lane is opened by the driver, when all ranks have agreed on its id, to run with these values (NULL:
- * with its own). HORO_OK, or a status with *error set.
+ * A lane takes over its team, also where it fails. The team has its links, if it needs any. The world's is open;
+ * another lane is opened by the driver, when all ranks have agreed on its id, to run with these values (NULL: with its
+ * own). HORO_OK, or a status with *error set.
  */
 int hr_lane_create(struct hr_engine *engine, const struct hr_lane_setup *setup, struct hr_team *team,
-                   struct hr_backend *backend, struct hr_lane **lane, struct hr_error *error);
+                   struct hr_lane **lane, struct hr_error *error);
 int hr_lane_open(struct hr_lane *lane, int32_t id, const uint64_t *values, struct hr_error *error);
 /* The driver, when the team is removed: nothing more is moved on its links, and its partition is left. */
 void hr_lane_close(struct hr_lane *lane);

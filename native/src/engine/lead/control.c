@@ -170,7 +170,7 @@ static int handle(struct hr_leader *leader, int member, const struct hr_wire_mes
     hr_leader_handler *handler = leader->handlers[message->type];
     return handler == NULL || message->rank >= leader->team->node->size
                ? HORO_ERR_INTERNAL
-               : handler(leader->owner, member, message, now_ns);
+               : handler(leader->lane, member, message, now_ns);
 }
 
 int hr_leader_announce(struct hr_leader *leader, int member, const struct hr_wire_message *message, int64_t now_ns) {

@@ -5,9 +5,6 @@
 
 #include "wire/frame.h"
 
-/* higher: more hits where names are many times the capacity; lower: new names are cached sooner */
-enum { EVICT_AFTER_CAPACITIES = 16 };
-
 /* On a host and all those below it in the tree, which are the ones up to the next of its parent's (node/team.h). */
 static int ranks_below(struct hr_leader *leader, int host, int member) {
     const struct hr_team *team = leader->team;
@@ -59,7 +56,6 @@ static int init_agreement(struct hr_leader *leader, uint64_t fusion_bytes) {
         .team_size = leader->team->size,
         .rank_count = node->size,
         .capacity = leader->announcer->capacity,
-        .evict_after = (uint64_t)EVICT_AFTER_CAPACITIES * leader->announcer->capacity,
         .fusion_bytes = fusion_bytes,
         .recorder = leader->is_root ? &node->recorder : NULL,
         .team_number = team->number,
@@ -68,14 +64,14 @@ static int init_agreement(struct hr_leader *leader, uint64_t fusion_bytes) {
 }
 
 int hr_leader_init(struct hr_leader *leader, const struct hr_leader_setup *setup, struct hr_announcer *announcer,
-                   struct hr_round *round, void *owner, struct hr_error *error) {
+                   struct hr_round *round, struct hr_lane *lane, struct hr_error *error) {
     *leader = (struct hr_leader){
         .team = announcer->team,
         .announcer = announcer,
         .round = round,
         .drive = setup->drive,
         .handlers = setup->handlers,
-        .owner = owner,
+        .lane = lane,
         .is_root = announcer->team->rank == 0,
         .cycle_ns = setup->cycle_ns,
         .batch_due_ns = HR_NEVER,
@@ -93,8 +89,6 @@ void hr_leader_fini(struct hr_leader *leader) {
     free(leader->request_in);
     free(leader->member_ranks);
     hr_buffer_fini(&leader->log_out);
-    hr_buffer_fini(&leader->at_once);
-    hr_buffer_fini(&leader->tuning);
     hr_buffer_fini(&leader->leave_record);
     hr_carry_fini(&leader->carry);
     hr_agree_fini(&leader->agree);
@@ -186,18 +180,35 @@ static int may_form_batch(struct hr_leader *leader, uint64_t place) {
     return 0;
 }
 
-int hr_leader_make_due(struct hr_leader *leader, const uint64_t *values, int is_final) {
-    struct hr_buffer *out = &leader->tuning;
-    uint8_t items[HORO_KNOB_COUNT * sizeof *values];
-    for (int i = 0; i < HORO_KNOB_COUNT; i++) {
-        (void)hr_store_u64(items + (size_t)i * sizeof *values, values[i]);
+int hr_leader_tell_up(struct hr_leader *leader, const struct hr_wire_message *message) {
+    if (!leader->is_root) {
+        return hr_frame_put(&leader->links[0].out, message);
     }
-    hr_buffer_consume(out, hr_buffer_size(out));
-    const struct hr_wire_message tune = {
-        .type = HR_WIRE_TUNE, .is_final = is_final, .count = HORO_KNOB_COUNT, .items = items};
-    HR_TRY(hr_frame_put(out, &tune));
+    const size_t mark = hr_buffer_size(&leader->log_out);
+    HR_TRY(leader->log_closed ? HORO_OK : hr_frame_put(&leader->log_out, message));
+    return hr_leader_hand_down(leader, mark);
+}
+
+void hr_leader_make_due(struct hr_leader *leader, const uint64_t *values, int is_final) {
+    memcpy(leader->tuning, values, sizeof leader->tuning);
+    leader->is_tuning_final = is_final;
     atomic_store(&leader->is_tuning_due, 1);
-    return HORO_OK;
+}
+
+static int write_tuning(struct hr_leader *leader) {
+    struct hr_buffer *out = &leader->log_out;
+    const size_t before = hr_buffer_size(out);
+    uint8_t items[sizeof leader->tuning];
+    hr_drive_lock(leader->drive);
+    for (int i = 0; i < HORO_KNOB_COUNT; i++) {
+        (void)hr_store_u64(items + (size_t)i * sizeof *leader->tuning, leader->tuning[i]);
+    }
+    const struct hr_wire_message tune = {
+        .type = HR_WIRE_TUNE, .is_final = leader->is_tuning_final, .count = HORO_KNOB_COUNT, .items = items};
+    atomic_store(&leader->is_tuning_due, 0);
+    hr_drive_unlock(leader->drive);
+    HR_TRY(hr_frame_put(out, &tune));
+    return hr_leader_hand_down(leader, before);
 }
 
 /* One batch, or all that is ready. */
@@ -212,42 +223,28 @@ static int write_batches(struct hr_leader *leader, int all) {
     return HORO_OK;
 }
 
-/* A frame, or several, that have been made before. */
-static int write_records(struct hr_leader *leader, struct hr_buffer *records) {
-    const size_t mark = hr_buffer_size(&leader->log_out);
-    HR_TRY(hr_buffer_append(&leader->log_out, hr_buffer_front(records), hr_buffer_size(records)));
-    hr_buffer_consume(records, hr_buffer_size(records));
-    HR_TRY(hr_leader_hand_down(leader, mark));
-    return HR_MOVED;
-}
-
 static int form_batches(struct hr_leader *leader, uint64_t place) {
-    if (hr_buffer_size(&leader->at_once) > 0 && !leader->log_closed) {
-        return write_records(leader, &leader->at_once);
-    }
-    if (leader->is_root && leader->leaver != 0 && !leader->log_closed) {
-        /* the LEAVE record stands behind what all have announced before the leaver asked, which still runs */
+    const struct hr_buffer *leave = &leader->leave_record;
+    if (hr_buffer_size(leave) > 0 && !leader->log_closed) {
+        /* it stands behind what all have announced before the leaver asked, which still runs */
         HR_TRY(write_batches(leader, 1));
         hr_leader_close_log(leader);
-        return write_records(leader, &leader->leave_record);
+        const size_t mark = hr_buffer_size(&leader->log_out);
+        HR_TRY(hr_buffer_append(&leader->log_out, hr_buffer_front(leave), hr_buffer_size(leave)));
+        HR_TRY(hr_leader_hand_down(leader, mark));
+        return HR_MOVED;
     }
     if (!may_form_batch(leader, place)) {
         return HR_STILL;
     }
-    if (leader->is_tuning_due) {
-        hr_drive_lock(leader->drive);
-        const int written = write_records(leader, &leader->tuning);
-        atomic_store(&leader->is_tuning_due, 0);
-        hr_drive_unlock(leader->drive);
-        HR_TRY(written);
-    }
+    HR_TRY(leader->is_tuning_due ? write_tuning(leader) : HORO_OK);
     HR_TRY(write_batches(leader, leader->team->host_count > 1)); /* between hosts what is ready goes at once */
     return HR_MOVED;
 }
 
 int hr_leader_is_idle(const struct hr_leader *leader) {
     return leader->agree.active == 0 && hr_buffer_size(&leader->log_out) == 0 && leader->leaver == 0 &&
-           !leader->log_closed && !leader->is_tuning_due && hr_buffer_size(&leader->at_once) == 0;
+           !leader->log_closed && !leader->is_tuning_due;
 }
 
 static int flush_log(struct hr_leader *leader) {

@@ -13,6 +13,8 @@
 #include "engine/drive/drive.h"
 #include "engine/round/round.h"
 
+struct hr_lane;
+
 /* Sanitizers and the stress program take every turn that would be spared, and end the process if one moves. */
 #ifndef HR_CHECK_QUIET
 #define HR_CHECK_QUIET 0
@@ -38,7 +40,7 @@ struct hr_link {
  * A message that is none of the leader's own: of a member, or of the parent, which is member -1, at now_ns. HORO_OK or
  * a status.
  */
-typedef int hr_leader_handler(void *owner, int member, const struct hr_wire_message *message, int64_t now_ns);
+typedef int hr_leader_handler(struct hr_lane *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
 
 struct hr_leader {
     struct hr_team *team;
@@ -46,7 +48,7 @@ struct hr_leader {
     struct hr_round *round;
     struct hr_drive *drive;
     hr_leader_handler *const *handlers;
-    void *owner;
+    struct hr_lane *lane;
     int is_root;
     struct hr_agree agree;
     int *member_ranks;            /* [members] with the next two behind it */
@@ -54,10 +56,10 @@ struct hr_leader {
     int *member_of_rank;          /* [ranks of the job] see struct hr_agree_config */
     struct hr_buffer *request_in; /* [local_size] frames from local ranks */
     struct hr_buffer log_out;     /* frames for the log ring */
-    struct hr_buffer at_once;     /* the root: records that come before all others; see hr_leader_up */
     struct hr_carry carry;
-    struct hr_buffer tuning;      /* the root: a record that comes before the next batch; under the lock */
-    _Atomic int is_tuning_due;    /* written under it */
+    uint64_t tuning[HORO_KNOB_COUNT]; /* the root: of a record that comes before the next batch; under the lock */
+    int is_tuning_final;              /* likewise */
+    _Atomic int is_tuning_due;        /* written under it */
     uint64_t announced_seen;
     int has_news; /* since the last turn that has agreed on nothing and written nothing, see hr_leader_agree */
     struct hr_link *links; /* parent first if there is one, then children */
@@ -80,11 +82,11 @@ struct hr_leader_setup {
 };
 
 /*
- * Opens the links, too. Announcer and round are this rank's, and the owner is what handlers get. HORO_OK, or a status
+ * Opens the links, too. Announcer and round are this rank's, and the lane is what handlers get. HORO_OK, or a status
  * with *error set; fini in either case.
  */
 int hr_leader_init(struct hr_leader *leader, const struct hr_leader_setup *setup, struct hr_announcer *announcer,
-                   struct hr_round *round, void *owner, struct hr_error *error);
+                   struct hr_round *round, struct hr_lane *lane, struct hr_error *error);
 void hr_leader_fini(struct hr_leader *leader);
 
 /* ---- A turn, in two halves ---- */
@@ -101,13 +103,10 @@ int hr_leader_agree(struct hr_leader *leader, uint64_t place);
 
 /* ---- For those above ---- */
 
-/* The root has these values written in front of its next batch. With the lock held. HORO_OK or HORO_ERR_RESOURCE. */
-int hr_leader_make_due(struct hr_leader *leader, const uint64_t *values, int is_final);
-/* Frames that go to the parent; of the root, records that are written before all others. */
-static inline struct hr_buffer *hr_leader_up(struct hr_leader *leader) {
-    leader->has_news = 1;
-    return leader->is_root ? &leader->at_once : &leader->links[0].out;
-}
+/* The root has these values written in front of its next batch. With the lock held. */
+void hr_leader_make_due(struct hr_leader *leader, const uint64_t *values, int is_final);
+/* A message for the parent; of the root, the next record of the log, unless that is closed. HORO_OK or a status. */
+int hr_leader_tell_up(struct hr_leader *leader, const struct hr_wire_message *message);
 /* The link of a member; -1 is the parent; NULL: it is of this host. */
 static inline struct hr_link *hr_leader_link_of(const struct hr_leader *leader, int member) {
     const int is_local = member >= 0 && member < leader->team->local_size;

@@ -25,25 +25,11 @@
 
 enum { ALIGNMENT = 64, ELEMENT_MAX = 16 };
 
-/* Of a rank that joins a team, or has done so at some time. The driver's. */
-struct hr_absence {
-    struct hr_part part;      /* while a JOIN is held */
-    struct hr_request *held;  /* the JOIN that is to be announced */
-    int is_heard;             /* the record JOINED of this rank has been executed */
-    int has_joined;           /* JOIN is announced */
-    struct hr_map stand_ins;  /* name -> request that stands in for one */
-};
-
-static int has_joined(const struct hr_lane *lane) {
-    return lane->absence != NULL && lane->absence->has_joined;
-}
-
 /* ---- The request to join ---- */
 
 /* With the lock held: whether this rank may join: not while a change of teams is pending. */
-static hr_status check(void *owner, const struct hr_request *request, struct hr_error *error) {
-    const struct hr_engine *engine = owner;
-    (void)request;
+static hr_status check(const struct hr_request *request, struct hr_error *error) {
+    const struct hr_engine *engine = request->port->lane->engine;
     const struct hr_request *change = hr_map_find(&engine->lanes[0]->port.names,
                                                   hr_hash(HR_CHANGE_NAME, sizeof HR_CHANGE_NAME - 1), HR_CHANGE_NAME,
                                                   sizeof HR_CHANGE_NAME - 1);
@@ -63,7 +49,7 @@ static hr_status check(void *owner, const struct hr_request *request, struct hr_
 static int turn(struct hr_part *part) {
     struct hr_lane *lane = part->owner;
     struct hr_drive *drive = &lane->engine->drive;
-    struct hr_absence *absence = lane->absence;
+    struct hr_absence *absence = &lane->absence;
     int waits = 0;
     hr_drive_lock(drive);
     for (const struct hr_request *request = NULL; !waits && (request = hr_port_next(&lane->port, request)) != NULL;) {
@@ -78,46 +64,38 @@ static int turn(struct hr_part *part) {
     }
     struct hr_request *request = absence->held;
     absence->held = NULL;
-    absence->has_joined = 1;
+    absence->is_announced = 1;
     HR_TRY(hr_announcer_put_full(&lane->announcer, request));
     return HR_MOVED;
 }
 
 static const struct hr_part_ops part_of_absence = {.rank = HR_PART_ABSENCE, .turn = turn};
 
-static int announce(void *owner, struct hr_request *request) {
-    struct hr_engine *engine = owner;
+static int announce(struct hr_request *request) {
     struct hr_lane *lane = request->port->lane;
+    struct hr_drive *drive = &lane->engine->drive;
     HR_TRY(hr_lane_end_round(lane)); /* requests from before the call are announced before */
-    if (lane->absence == NULL && (lane->absence = calloc(1, sizeof *lane->absence)) == NULL) {
-        return HORO_ERR_RESOURCE;
-    }
-    lane->is_absent = 1;
-    lane->absence->held = request;
-    hr_drive_lock(&engine->drive);
+    lane->absence = (struct hr_absence){.held = request};
+    hr_drive_lock(drive);
     /* each would be announced when the one before it is over, for which ranks that do likewise would wait */
     hr_port_drop_refusals(&lane->port, 1);
-    hr_drive_add(&engine->drive, &lane->absence->part, &part_of_absence, lane);
-    hr_drive_unlock(&engine->drive);
+    hr_drive_add(drive, &lane->absence.part, &part_of_absence, lane);
+    hr_drive_unlock(drive);
     return hr_announcer_put(&lane->announcer, &(struct hr_wire_message){.type = HR_WIRE_JOINED,
                                                                         .rank = lane->node->rank,
                                                                         .at = (uint64_t)request->submit_ns});
 }
 
 /* Well or not. */
-static void end_join(void *owner, struct hr_request *request, int status) {
-    struct hr_engine *engine = owner;
+static void end_join(struct hr_request *request, int status) {
     struct hr_lane *lane = request->port->lane;
-    struct hr_absence *absence = lane->absence;
+    struct hr_absence *absence = &lane->absence;
     (void)status;
     request->port->state = HR_PORT_OPEN;
-    lane->is_absent = 0;
-    if (absence != NULL) {
-        if (absence->held != NULL) {
-            hr_drive_remove(&engine->drive, &absence->part);
-        }
-        *absence = (struct hr_absence){.part = absence->part, .stand_ins = absence->stand_ins};
+    if (absence->held != NULL) {
+        hr_drive_remove(&lane->engine->drive, &absence->part);
     }
+    *absence = (struct hr_absence){.part = absence->part};
 }
 
 int hr_join_submit(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error) {
@@ -130,25 +108,17 @@ int hr_join_submit(struct hr_engine *engine, int32_t team, int64_t *handle, stru
         .postscale = 1.0,
     };
     static const struct hr_hooks hooks = {.check = check, .announce = announce, .ended = end_join};
-    return hr_requests_submit(&engine->requests, &call, (struct hr_cargo){&hooks, engine, NULL}, handle, error);
+    return hr_requests_submit(&engine->requests, &call, (struct hr_cargo){&hooks, NULL}, handle, error);
 }
 
-int hr_join_execute(void *owner, const struct hr_wire_message *record) {
-    struct hr_lane *lane = owner;
-    if (record->rank >= lane->node->size) {
-        return HORO_ERR_INTERNAL;
-    }
-    if (record->rank == lane->node->rank) {
-        HR_TRY(lane->absence == NULL ? HORO_ERR_INTERNAL : HORO_OK);
-        lane->absence->is_heard = 1;
-    }
-    return HORO_OK;
+int hr_join_execute(struct hr_lane *lane, const struct hr_wire_message *record) {
+    lane->absence.is_heard |= record->rank == lane->node->rank;
+    return record->rank < lane->node->size ? HORO_OK : HORO_ERR_INTERNAL;
 }
 
 /* ---- Leaders ---- */
 
-int hr_join_handle(void *owner, int member, const struct hr_wire_message *message, int64_t now_ns) {
-    struct hr_lane *lane = owner;
+int hr_join_handle(struct hr_lane *lane, int member, const struct hr_wire_message *message, int64_t now_ns) {
     struct hr_leader *leader = &lane->leader;
     struct hr_link *link = hr_leader_link_of(leader, member);
     uint64_t at = message->at; /* a time of this host's: when the rank called, or when the message of another came */
@@ -164,10 +134,9 @@ int hr_join_handle(void *owner, int member, const struct hr_wire_message *messag
         at = is_later ? (uint64_t)now_ns : 0;
     }
     hr_agree_note_absence(&leader->agree, message->rank, at);
-    return hr_frame_put(hr_leader_up(leader),
-                        &(struct hr_wire_message){.type = HR_WIRE_JOINED,
-                                                  .rank = message->rank,
-                                                  .at = leader->is_root ? 0 : at}); /* a record has none */
+    return hr_leader_tell_up(leader, &(struct hr_wire_message){.type = HR_WIRE_JOINED,
+                                                               .rank = message->rank,
+                                                               .at = leader->is_root ? 0 : at}); /* a record has none */
 }
 
 /* ---- Stand-ins: neutral elements ---- */
@@ -287,10 +256,9 @@ static int give_values(struct hr_request *made) {
     return HORO_OK;
 }
 
-static void end_stand_in(void *owner, struct hr_request *request, int status) {
-    struct hr_lane *lane = owner;
+static void end_stand_in(struct hr_request *request, int status) {
     (void)status;
-    (void)hr_map_remove(&lane->absence->stand_ins, request->name_hash, request->call.name, request->name_bytes);
+    (void)hr_map_remove(&request->port->names, request->name_hash, request->call.name, request->name_bytes);
     hr_request_destroy(request);
 }
 
@@ -306,7 +274,7 @@ static int make(struct hr_lane *lane, const void *bytes, size_t byte_count, stru
     const int can_stand_in =
         op == HORO_ALLREDUCE || op == HORO_ALLGATHER || op == HORO_BARRIER ||
         (op == HORO_BROADCAST && hr_team_member(lane->team, decoded.root_rank) >= 0);
-    if (!has_joined(lane) || !can_stand_in || decoded.on_gpu) {
+    if (!lane->absence.is_announced || !can_stand_in || decoded.on_gpu) {
         return HORO_ERR_INTERNAL;
     }
     horo_request call;
@@ -320,10 +288,12 @@ static int make(struct hr_lane *lane, const void *bytes, size_t byte_count, stru
     made->port = &lane->port;
     made->team_size = lane->team->size;
     made->state = HR_REQUEST_STANDS_IN;
-    made->cargo = (struct hr_cargo){&hooks, lane, NULL};
+    made->cargo = (struct hr_cargo){&hooks, NULL};
     status = give_values(made);
     if (status == HORO_OK) {
-        status = hr_map_insert(&lane->absence->stand_ins, made->name_hash, made->call.name, made->name_bytes, made);
+        hr_drive_lock(&lane->engine->drive);
+        status = hr_map_insert(&lane->port.names, made->name_hash, made->call.name, made->name_bytes, made);
+        hr_drive_unlock(&lane->engine->drive);
     }
     if (status != HORO_OK) {
         hr_request_destroy(made);
@@ -335,30 +305,19 @@ static int make(struct hr_lane *lane, const void *bytes, size_t byte_count, stru
 
 /* ---- Until it is over ---- */
 
-static struct hr_request *find(const struct hr_lane *lane, struct hr_wire_text name) {
-    return lane->absence == NULL
-               ? NULL
-               : hr_map_find(&lane->absence->stand_ins, hr_hash(name.data, name.bytes), name.data, name.bytes);
-}
-
-int hr_stand_in_for(void *owner, struct hr_wire_text name, struct hr_wire_text bytes, struct hr_request **request) {
-    struct hr_lane *lane = owner;
+int hr_stand_in_for(struct hr_lane *lane, struct hr_wire_text bytes, struct hr_request **request) {
     if (bytes.bytes > 0) {
         return make(lane, bytes.data, bytes.bytes, request);
     }
-    *request = find(lane, name);
-    return *request != NULL || has_joined(lane) ? HORO_OK : HORO_ERR_INTERNAL;
+    return lane->absence.is_announced ? HORO_OK : HORO_ERR_INTERNAL;
 }
 
-int hr_stand_in_describe(void *owner, const struct hr_wire_message *record) {
-    struct hr_lane *lane = owner;
+int hr_stand_in_describe(struct hr_lane *lane, const struct hr_wire_message *record) {
     const struct hr_wire_request *request = &record->request;
     struct hr_request *made;
-    if (hr_port_find_name(&lane->port, request->name) != NULL) {
-        return HORO_OK; /* submitted here, too */
-    }
-    return find(lane, request->name) != NULL ? HORO_ERR_INTERNAL
-                                             : make(lane, request->bytes, request->byte_count, &made);
+    return hr_port_find_name(&lane->port, request->name) != NULL /* submitted here, too */
+               ? HORO_OK
+               : make(lane, request->bytes, request->byte_count, &made);
 }
 
 static void destroy(void *request) {
@@ -366,16 +325,10 @@ static void destroy(void *request) {
 }
 
 void hr_membership_forget(struct hr_lane *lane) {
-    if (lane->absence == NULL) {
-        return;
-    }
-    struct hr_map *stand_ins = &lane->absence->stand_ins;
-    for (size_t i = 0; i < stand_ins->capacity; i++) {
-        if (stand_ins->slots[i].value != NULL) {
-            hr_node_bury(lane->node, stand_ins->slots[i].value, destroy);
+    const struct hr_map *names = &lane->port.names;
+    for (size_t i = 0; i < names->capacity; i++) { /* nothing else is pending there */
+        if (names->slots[i].value != NULL) {
+            hr_node_bury(lane->node, names->slots[i].value, destroy);
         }
     }
-    hr_map_fini(stand_ins);
-    free(lane->absence);
-    lane->absence = NULL;
 }

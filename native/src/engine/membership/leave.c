@@ -39,14 +39,6 @@ static void begin_grace(struct hr_engine *engine, int64_t now_ns) {
     hr_part_expect(&leaving->part, leaving->grace_ns);
 }
 
-static struct hr_wire_text words_of(struct hr_engine *engine) {
-    hr_drive_lock(&engine->drive); /* under which they were written */
-    const char *words = engine->leaving.words;
-    const struct hr_wire_text text = {.data = words, .bytes = strlen(words)};
-    hr_drive_unlock(&engine->drive);
-    return text;
-}
-
 /* The grace is over. In CLOSING too: with this leader others would lose the way by which they hear of a death. */
 static void stop_waiting(struct hr_engine *engine) {
     struct hr_leaving *leaving = &engine->leaving;
@@ -54,9 +46,8 @@ static void stop_waiting(struct hr_engine *engine) {
     if (!atomic_load(&engine->drive.stop) || leaving->is_late) {
         return;
     }
-    const struct hr_wire_text words = words_of(engine);
-    if (words.bytes > 0) {
-        hr_node_end(engine->node, leaving->status, engine->node->rank, words.data, words.bytes);
+    if (leaving->words[0] != '\0') {
+        hr_node_end(engine->node, leaving->status, engine->node->rank, leaving->words, strlen(leaving->words));
     } else {
         hr_node_abort(engine->node, leaving->status, engine->node->rank, HR_REASON_LEFT);
     }
@@ -85,10 +76,11 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
 /* Behind all that has been announced in the world. */
 static int ask_to_leave(struct hr_engine *engine) {
     struct hr_lane *world = engine->lanes[0];
+    const char *words = engine->leaving.words;
     const struct hr_wire_message leave = {.type = HR_WIRE_LEAVE,
                                           .rank = engine->node->rank,
                                           .status = engine->leaving.status,
-                                          .text = words_of(engine)};
+                                          .text = {words, strlen(words)}};
     HR_TRY(hr_lane_end_round(world));
     HR_TRY(hr_announcer_put(&world->announcer, &leave));
     world->has_asked_to_leave = 1;

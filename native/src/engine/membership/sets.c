@@ -39,7 +39,7 @@ static int submit(struct hr_engine *engine, int op, const int32_t *values, int c
     return hr_requests_submit(&engine->requests, &call, cargo, handle, error);
 }
 
-int hr_sets_check(const struct hr_engine *engine, const int32_t *ranks, int size, struct hr_error *error) {
+static int check(const struct hr_engine *engine, const int32_t *ranks, int size, struct hr_error *error) {
     if (size < 1 || size > engine->node->size) {
         return hr_fail(error, HORO_ERR_USAGE, "a process set of %d ranks is impossible in a job of %d", size,
                        engine->node->size);
@@ -54,13 +54,35 @@ int hr_sets_check(const struct hr_engine *engine, const int32_t *ranks, int size
     return HORO_OK;
 }
 
-int hr_sets_add(struct hr_engine *engine, const int32_t *ranks, int size, struct hr_team *team,
-                       struct hr_backend *backend, int64_t *handle, struct hr_error *error) {
-    struct hr_lane *lane = NULL;
-    if (team != NULL) {
-        HR_TRY(hr_lane_create(engine, &engine->lane_setup, team, backend, &lane, error));
+/* This rank's part in a team, with its links. */
+static int create_lane(struct hr_engine *engine, const horo_team_setup *setup, struct hr_lane **lane,
+                       struct hr_error *error) {
+    struct hr_team *team = calloc(1, sizeof *team);
+    if (team == NULL) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a team of %d ranks", setup->size);
     }
-    return submit(engine, HORO_ADD_TEAM, ranks, size, (struct hr_cargo){&addition, engine, lane}, handle, error);
+    int status = hr_team_init_some(team, engine->lanes[0]->team, setup->ranks, setup->size, error);
+    if (status == HORO_OK && team->host_count > 1) {
+        status = hr_node_connect_team(engine->node, team, setup->control_fds, setup->data_fds, error);
+    }
+    if (status != HORO_OK) {
+        hr_team_destroy(team);
+        return status;
+    }
+    return hr_lane_create(engine, &engine->lane_setup, team, lane, error);
+}
+
+int hr_sets_add(struct hr_engine *engine, const horo_team_setup *setup, int64_t *handle, struct hr_error *error) {
+    struct hr_lane *lane = NULL;
+    HR_TRY(check(engine, setup->ranks, setup->size, error));
+    for (int i = 0; i < setup->size; i++) {
+        HR_TRY(setup->ranks[i] == engine->node->rank ? create_lane(engine, setup, &lane, error) : HORO_OK);
+    }
+    const int host_count = lane != NULL && lane->team->transport != NULL ? lane->team->host_count : 0;
+    HR_TRY(submit(engine, HORO_ADD_TEAM, setup->ranks, setup->size, (struct hr_cargo){&addition, lane}, handle, error));
+    /* the transport has its own */
+    hr_node_close_links(engine->node, host_count, setup->control_fds, setup->data_fds);
+    return HORO_OK;
 }
 
 /* With the lock held: from here on nothing can be submitted to the team, of which this rank may be no member. */
@@ -92,9 +114,8 @@ static int begin_removal(const struct hr_engine *engine, int32_t id, struct hr_l
 }
 
 /* From now on it may end on other ranks. */
-static int announce_removal(void *engine, struct hr_request *request) {
+static int announce_removal(struct hr_request *request) {
     struct hr_lane *lane = request->cargo.data;
-    (void)engine;
     if (lane != NULL) {
         lane->leader.expects_removal = 1;
     }
@@ -102,9 +123,8 @@ static int announce_removal(void *engine, struct hr_request *request) {
 }
 
 /* With the lock held: if it has failed, for whatever reason, the team can be submitted to again. */
-static void end_removal(void *engine, struct hr_request *request, int status) {
+static void end_removal(struct hr_request *request, int status) {
     struct hr_lane *lane = request->cargo.data;
-    (void)engine;
     if (status != HORO_OK && lane != NULL) {
         lane->port.state = HR_PORT_OPEN;
         lane->leader.expects_removal = 0;
@@ -119,7 +139,7 @@ int hr_sets_remove(struct hr_engine *engine, int32_t team, int64_t *handle, stru
     hr_drive_unlock(&engine->drive);
     HR_TRY(begun);
     const hr_status status =
-        submit(engine, HORO_REMOVE_TEAM, &team, 1, (struct hr_cargo){&removal, engine, lane}, handle, error);
+        submit(engine, HORO_REMOVE_TEAM, &team, 1, (struct hr_cargo){&removal, lane}, handle, error);
     if (status != HORO_OK && lane != NULL) { /* it could not even be submitted */
         lane->port.state = HR_PORT_OPEN;
     }
@@ -177,13 +197,11 @@ static void remove_team(struct hr_engine *engine, int team) {
     place->id = place->id <= INT32_MAX - HORO_TEAM_ID_STEP ? place->id + HORO_TEAM_ID_STEP : -1;
     place->port = NULL;
     if (lane != NULL) {
-        const struct hr_transport *transport = lane->team->transport;
         int i = 1;
         while (engine->lanes[i] != lane) {
             i++;
         }
         engine->lanes[i] = engine->lanes[--engine->lane_count];
-        engine->gone_link_bytes += transport == NULL ? 0 : atomic_load(&transport->data_bytes);
         hr_drive_remove(&engine->drive, &lane->part);
         hr_port_drop_refusals(&lane->port, 0); /* nothing else is pending there */
         choose_driver(engine);
@@ -198,8 +216,8 @@ static void remove_team(struct hr_engine *engine, int team) {
     }
 }
 
-int hr_membership_change(void *owner, struct hr_request *request, struct hr_error *error) {
-    struct hr_engine *engine = ((struct hr_lane *)owner)->engine;
+int hr_membership_change(struct hr_lane *lane, struct hr_request *request, struct hr_error *error) {
+    struct hr_engine *engine = lane->engine;
     struct hr_wire_request decoded;
     HR_TRY(hr_wire_decode_request(request->bytes, request->byte_count, &decoded));
     if (hr_op_is(request->call.op, HR_OP_LAST)) { /* the record says who joined last */

@@ -39,10 +39,11 @@ static void set_state(struct hr_pairs *pairs, struct hr_move_of_pair *move, enum
     append(pairs, move, state);
 }
 
-/* The one with that rank, and number of the send; NULL: there is none. */
-static struct hr_move_of_pair *find(const struct hr_pairs *pairs, enum hr_move_state state, int peer, uint64_t send) {
+/* The one that a message is about, by its rank and number of the send; NULL: there is none. */
+static struct hr_move_of_pair *find(const struct hr_pairs *pairs, enum hr_move_state state,
+                                    const struct hr_mail_message *message) {
     struct hr_move_of_pair *move = pairs->moves_in[state].first;
-    while (move != NULL && (move->send != send || move->pair.peer != peer)) {
+    while (move != NULL && (move->send != message->send || move->pair.peer != message->from)) {
         move = move->next;
     }
     return move;
@@ -107,9 +108,9 @@ static hr_status pull(struct hr_pairs *pairs, struct hr_move_of_pair *move) {
 }
 
 /* A receive, and the offer that it was meant for. */
-static hr_status match(struct hr_pairs *pairs, struct hr_move_of_pair *move, int peer,
-                       const struct hr_mail_message *offer, const void *data) {
-    move->pair.peer = peer;
+static hr_status match(struct hr_pairs *pairs, struct hr_move_of_pair *move, const struct hr_mail_message *offer,
+                       const void *data) {
+    move->pair.peer = offer->from;
     move->send = offer->send;
     move->address = offer->address;
     if (move->dtype != offer->dtype || move->count != offer->count) {
@@ -118,7 +119,7 @@ static hr_status match(struct hr_pairs *pairs, struct hr_move_of_pair *move, int
                                                 .status = HORO_ERR_MISMATCH,
                                                 .dtype = move->dtype,
                                                 .count = move->count};
-        HR_TRY(hr_mail_put(&pairs->mail, peer, message, NULL));
+        HR_TRY(hr_mail_put(&pairs->mail, offer->from, message, NULL));
         fail(pairs, move, offer->dtype, offer->count);
         return HORO_OK;
     }
@@ -135,14 +136,14 @@ static hr_status match(struct hr_pairs *pairs, struct hr_move_of_pair *move, int
     return HORO_OK;
 }
 
-static int is_for(struct hr_pair pair, int peer, int tag) {
-    return pair.tag == tag && (pair.peer == peer || pair.peer < 0);
+static int is_for(struct hr_pair pair, const struct hr_mail_message *offer) {
+    return pair.tag == offer->tag && (pair.peer == offer->from || pair.peer < 0);
 }
 
 hr_status hr_move_post(struct hr_pairs *pairs, struct hr_move_of_pair *move) {
     struct hr_offer **link = &pairs->offers;
     append(pairs, move, HR_MOVE_POSTED);
-    while (*link != NULL && !is_for(move->pair, (*link)->peer, (*link)->message.tag)) {
+    while (*link != NULL && !is_for(move->pair, &(*link)->message)) {
         link = &(*link)->next;
     }
     struct hr_offer *offer = *link;
@@ -151,22 +152,22 @@ hr_status hr_move_post(struct hr_pairs *pairs, struct hr_move_of_pair *move) {
     }
     *link = offer->next;
     pairs->offers_tail = *link == NULL ? link : pairs->offers_tail;
-    const hr_status status = match(pairs, move, offer->peer, &offer->message, offer->data);
+    const hr_status status = match(pairs, move, &offer->message, offer->data);
     free(offer);
     return status;
 }
 
-static hr_status take_offer(struct hr_pairs *pairs, int peer, const struct hr_mail_message *message, const void *data) {
+static hr_status take_offer(struct hr_pairs *pairs, const struct hr_mail_message *message, const void *data) {
     for (struct hr_move_of_pair *move = pairs->moves_in[HR_MOVE_POSTED].first; move != NULL; move = move->next) {
-        if (is_for(move->pair, peer, message->tag)) {
-            return match(pairs, move, peer, message, data);
+        if (is_for(move->pair, message)) {
+            return match(pairs, move, message, data);
         }
     }
     struct hr_offer *offer = malloc(sizeof *offer + message->bytes);
     if (offer == NULL) {
         return HORO_ERR_RESOURCE;
     }
-    *offer = (struct hr_offer){.peer = peer, .message = *message};
+    *offer = (struct hr_offer){.message = *message};
     memcpy(offer->data, data, message->bytes);
     *pairs->offers_tail = offer;
     pairs->offers_tail = &offer->next;
@@ -209,8 +210,8 @@ int hr_moves_read_some(struct hr_pairs *pairs) {
     return HR_MOVED;
 }
 
-static hr_status take_data(struct hr_pairs *pairs, int peer, const struct hr_mail_message *message, const void *data) {
-    struct hr_move_of_pair *move = find(pairs, HR_MOVE_PULLING, peer, message->send);
+static hr_status take_data(struct hr_pairs *pairs, const struct hr_mail_message *message, const void *data) {
+    struct hr_move_of_pair *move = find(pairs, HR_MOVE_PULLING, message);
     if (move == NULL || message->count != move->moved || message->bytes > move->limit - move->moved) {
         return HORO_ERR_INTERNAL;
     }
@@ -222,7 +223,7 @@ static hr_status take_data(struct hr_pairs *pairs, int peer, const struct hr_mai
     }
     HR_TRY(end_receive(pairs, move));
     struct hr_move_of_pair *next = pairs->moves_in[HR_MOVE_PULLING].first;
-    while (next != NULL && (next->pair.peer != peer || next->limit > 0)) {
+    while (next != NULL && (next->pair.peer != message->from || next->limit > 0)) {
         next = next->next;
     }
     return next == NULL ? HORO_OK : ask_for_more(pairs, next);
@@ -246,10 +247,10 @@ hr_status hr_move_offer(struct hr_pairs *pairs, struct hr_move_of_pair *move) {
     return hr_mail_put(&pairs->mail, move->pair.peer, message, move->data);
 }
 
-static hr_status take_pull(struct hr_pairs *pairs, int peer, const struct hr_mail_message *message) {
-    struct hr_move_of_pair *move = find(pairs, HR_MOVE_PULLED, peer, message->send);
+static hr_status take_pull(struct hr_pairs *pairs, const struct hr_mail_message *message) {
+    struct hr_move_of_pair *move = find(pairs, HR_MOVE_PULLED, message);
     const int is_first = move == NULL;
-    move = is_first ? find(pairs, HR_MOVE_OFFERED, peer, message->send) : move;
+    move = is_first ? find(pairs, HR_MOVE_OFFERED, message) : move;
     if (move == NULL || message->count > (is_first ? move->bytes : move->moved)) {
         return HORO_ERR_INTERNAL;
     }
@@ -346,11 +347,11 @@ hr_status hr_moves_handle(void *owner, const struct hr_mail_message *message, co
         return HORO_OK; /* its move has failed */
     }
     switch (message->kind) {
-    case HR_MAIL_OFFER: return take_offer(pairs, message->from, message, data);
-    case HR_MAIL_DATA: return take_data(pairs, message->from, message, data);
-    case HR_MAIL_PULL: return take_pull(pairs, message->from, message);
+    case HR_MAIL_OFFER: return take_offer(pairs, message, data);
+    case HR_MAIL_DATA: return take_data(pairs, message, data);
+    case HR_MAIL_PULL: return take_pull(pairs, message);
     case HR_MAIL_DONE:
-        move = find(pairs, HR_MOVE_OFFERED, message->from, message->send);
+        move = find(pairs, HR_MOVE_OFFERED, message);
         if (move == NULL) {
             return HORO_ERR_INTERNAL;
         }

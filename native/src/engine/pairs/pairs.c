@@ -11,29 +11,17 @@
 
 /* ---- The part of the loop ---- */
 
-/* With the lock held. HORO_OK, or a status with *error set. */
+/* With the lock held, or before anything drives. HORO_OK, or a status with *error set. */
 static hr_status open_mail(struct hr_pairs *pairs, struct hr_error *error) {
     HR_TRY(atomic_load(&pairs->is_open) ? HORO_OK : hr_mail_open(&pairs->mail, error));
     atomic_store(&pairs->is_open, 1);
     return HORO_OK;
 }
 
-/* A leader, which has sent and received nothing itself. */
-static hr_status open_to_pass(struct hr_pairs *pairs) {
-    struct hr_error error = {0};
-    hr_drive_lock(pairs->requests->drive);
-    const hr_status status = open_mail(pairs, &error);
-    hr_drive_unlock(pairs->requests->drive);
-    if (status != HORO_OK) {
-        hr_log(&pairs->mail.node->log, HORO_LOG_ERROR, "%s", error.text);
-    }
-    return status;
-}
-
 hr_status hr_pairs_take_in(struct hr_pairs *pairs, int member, const struct hr_wire_message *wire) {
     struct hr_mail_message message;
     HR_TRY(hr_mail_of_link(&pairs->mail, member, wire, &message));
-    HR_TRY(atomic_load(&pairs->is_open) ? HORO_OK : open_to_pass(pairs));
+    pairs->part.is_quiet = 0;
     const int local = hr_mail_local_of(&pairs->mail, message.to);
     if (local >= 0 && message.kind == HR_MAIL_ASK) {
         hr_node_ask(pairs->mail.node, local);
@@ -49,16 +37,8 @@ hr_status hr_pairs_take_in(struct hr_pairs *pairs, int member, const struct hr_w
  */
 static int turn(struct hr_part *part) {
     struct hr_pairs *pairs = part->owner;
-    const int passes = pairs->mail.leader != NULL;
-    if (part->is_quiet && !passes) {
+    if (part->is_quiet && (pairs->mail.leader == NULL || !hr_mail_is_rung(&pairs->mail))) {
         return HR_STILL;
-    }
-    if (!atomic_load(&pairs->is_open)) {
-        part->is_quiet = !hr_mail_is_rung(&pairs->mail);
-        if (part->is_quiet) {
-            return HR_STILL;
-        }
-        HR_TRY(open_to_pass(pairs));
     }
     const struct hr_arena *arena = &pairs->mail.node->arena;
     const int has_ended = pairs->requests->drive->stage == HR_STAGE_ENDED;
@@ -179,15 +159,14 @@ static const struct hr_part_ops PART = {.rank = HR_PART_PAIRS,
 
 /* ---- Requests ---- */
 
-static int announce(void *owner, struct hr_request *request) {
-    struct hr_pairs *pairs = owner;
+static int announce(struct hr_request *request) {
+    struct hr_move_of_pair *move = request->cargo.data;
+    struct hr_pairs *pairs = move->pairs;
     if (pairs->part.ops == NULL) {
         hr_drive_lock(pairs->requests->drive);
         hr_drive_add(pairs->requests->drive, &pairs->part, &PART, pairs);
         hr_drive_unlock(pairs->requests->drive);
     }
-    struct hr_move_of_pair *move = request->cargo.data;
-    move->request = request;
     pairs->part.is_quiet = 0;
     hr_part_expect(&pairs->part, request->submit_ns + pairs->mail.node->stall_warning_ns);
     return request->call.op == HORO_SEND ? hr_move_offer(pairs, move) : hr_move_post(pairs, move);
@@ -249,13 +228,15 @@ hr_status hr_pairs_submit(struct hr_pairs *pairs, const horo_request *given, str
         return hr_fail(error, HORO_ERR_RESOURCE, "'%s': out of memory", name);
     }
     *move = (struct hr_move_of_pair){
+        .pairs = pairs,
+        .request = request,
         .pair = pair,
         .dtype = tensor->dtype,
         .count = (uint64_t)request->data_bytes / hr_dtype_bytes(tensor->dtype),
         .bytes = (size_t)request->data_bytes,
         .data = op == HORO_SEND ? (char *)(uintptr_t)tensor->input : tensor->output,
     };
-    request->cargo = (struct hr_cargo){.hooks = &HOOKS, .owner = pairs, .data = move};
+    request->cargo = (struct hr_cargo){&HOOKS, move};
     return hr_requests_add(requests, request, handle, error);
 }
 
@@ -281,13 +262,16 @@ int hr_pairs_has_left(struct hr_pairs *pairs, int with_sends) {
 
 /* ---- The beginning and the end ---- */
 
-void hr_pairs_init(struct hr_pairs *pairs, struct hr_requests *requests, int reads, struct hr_leader *leader) {
+hr_status hr_pairs_init(struct hr_pairs *pairs, struct hr_requests *requests, int reads, struct hr_leader *leader,
+                        struct hr_error *error) {
     *pairs = (struct hr_pairs){.requests = requests, .reads = reads, .offers_tail = &pairs->offers};
     pairs->mail.node = requests->node;
     pairs->mail.leader = leader;
-    if (leader != NULL) {
-        hr_drive_add(requests->drive, &pairs->part, &PART, pairs);
+    if (leader == NULL) {
+        return HORO_OK;
     }
+    hr_drive_add(requests->drive, &pairs->part, &PART, pairs);
+    return open_mail(pairs, error);
 }
 
 void hr_pairs_fini(struct hr_pairs *pairs) {

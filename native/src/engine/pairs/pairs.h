@@ -41,7 +41,7 @@ struct hr_pairs {
     struct hr_requests *requests;
     struct hr_part part;
     struct hr_mail mail;
-    /* this rank has sent or received something, or passed it on; written under the lock, behind what opening makes */
+    /* this rank has sent or received something, or passes it on; written under the lock, behind what opening makes */
     _Atomic int is_open;
     int reads; /* memory of others of this host is read */
     uint64_t last_send;
@@ -53,8 +53,12 @@ struct hr_pairs {
     struct hr_offer *offers, **offers_tail; /* that no receive was meant for yet */
 };
 
-/* Before anything drives. `leader`: this rank, where it passes on what others send between hosts; else NULL. */
-void hr_pairs_init(struct hr_pairs *pairs, struct hr_requests *requests, int reads, struct hr_leader *leader);
+/*
+ * Before anything drives. `leader`: this rank, where it passes on what others send between hosts; else NULL. HORO_OK,
+ * or a status with *error set; fini in either case.
+ */
+hr_status hr_pairs_init(struct hr_pairs *pairs, struct hr_requests *requests, int reads, struct hr_leader *leader,
+                        struct hr_error *error);
 /* The leader, whose links have brought a MAIL message. HORO_OK or a status. */
 hr_status hr_pairs_take_in(struct hr_pairs *pairs, int member, const struct hr_wire_message *wire);
 /* As horo_send and horo_receive: op, tensor, flags and timeout_ms of `call` count. */

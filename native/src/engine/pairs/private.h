@@ -7,6 +7,7 @@
 struct hr_move_of_pair {
     struct hr_move_of_pair *previous, *next; /* in the list of its state */
     enum hr_move_state state;
+    struct hr_pairs *pairs;
     struct hr_request *request;
     struct hr_pair pair; /* of a receive the rank that sends, once it is known */
     int dtype;
@@ -22,7 +23,6 @@ struct hr_move_of_pair {
 /* A send that no receive was meant for yet. */
 struct hr_offer {
     struct hr_offer *next;
-    int peer; /* rank of the job */
     struct hr_mail_message message;
     char data[];
 };

@@ -86,6 +86,7 @@ static const struct hr_request *next_announced(const struct hr_lane *lane, const
 }
 
 static int put_lane(const struct hr_lane *lane, struct hr_buffer *out) {
+    const uint64_t team = (uint64_t)lane->team->id;
     uint32_t count = 0;
     for (const struct hr_request *request = NULL; (request = next_announced(lane, request)) != NULL;) {
         count++;
@@ -100,7 +101,8 @@ static int put_lane(const struct hr_lane *lane, struct hr_buffer *out) {
     HR_TRY(lane->port.state == HR_PORT_PAUSED ? hr_wire_put_hash(out, HR_WIRE_ALL_NAMES) : HORO_OK);
     const struct hr_request *request = NULL;
     while ((request = next_announced(lane, request)) != NULL) {
-        HR_TRY(hr_wire_put_hash(out, request->pending_hash));
+        const uint64_t hash = request->name_hash ^ (team << 32 | team);
+        HR_TRY(hr_wire_put_hash(out, hash == HR_WIRE_ALL_NAMES ? hash + 1 : hash));
     }
     return HORO_OK;
 }
@@ -161,16 +163,15 @@ int hr_engine_tell_blocked(struct hr_engine *engine) {
 
 /* ---- Leaders ---- */
 
-int hr_blocked_handle(void *owner, int member, const struct hr_wire_message *message, int64_t now_ns) {
-    struct hr_lane *lane = owner;
+int hr_blocked_handle(struct hr_lane *lane, int member, const struct hr_wire_message *message, int64_t now_ns) {
     if (lane->team->number != 0 || member < 0) {
         return HORO_ERR_INTERNAL;
     }
-    if (lane->is_root) {
+    if (lane->leader.is_root) {
         hr_part_expect(&lane->engine->deadlock, 0); /* it may be judged */
         return hr_deadlock_note(&lane->engine->judge, lane->node->size, message, now_ns);
     }
-    return hr_frame_pass(hr_leader_up(&lane->leader), message);
+    return hr_frame_pass(&lane->leader.links[0].out, message);
 }
 
 /* Asks the ranks of this subtree whether they are still blocked. HORO_OK or a status. */
@@ -184,9 +185,9 @@ static int ask(struct hr_lane *lane, const struct hr_wire_message *query) {
     return HORO_OK;
 }
 
-int hr_blocked_handle_query(void *lane, int member, const struct hr_wire_message *message, int64_t now_ns) {
+int hr_blocked_handle_query(struct hr_lane *lane, int member, const struct hr_wire_message *query, int64_t now_ns) {
     (void)now_ns;
-    return member >= 0 || ((struct hr_lane *)lane)->team->number != 0 ? HORO_ERR_INTERNAL : ask(lane, message);
+    return member >= 0 || lane->team->number != 0 ? HORO_ERR_INTERNAL : ask(lane, query);
 }
 
 /* The root of all ranks: ends the group at a deadlock. */

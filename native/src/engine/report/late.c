@@ -65,8 +65,7 @@ static int note_asked(struct hr_lane *lane, int member, int rank) {
     return HORO_OK;
 }
 
-int hr_late_handle(void *owner, int member, const struct hr_wire_message *message, int64_t now_ns) {
-    struct hr_lane *lane = owner;
+int hr_late_handle(struct hr_lane *lane, int member, const struct hr_wire_message *message, int64_t now_ns) {
     struct hr_leader *leader = &lane->leader;
     const uint64_t *announced = NULL;
     (void)now_ns;
@@ -78,7 +77,7 @@ int hr_late_handle(void *owner, int member, const struct hr_wire_message *messag
     }
     const enum hr_agree_state state = hr_agree_look_up(&leader->agree, message->name, &announced);
     if (state != HR_AGREE_WAITING && (state != HR_AGREE_IDLE || member >= 0)) { /* all of this subtree have */
-        return lane->is_root || member < 0 ? HORO_OK : pass(lane, &leader->links[0], member, message);
+        return leader->is_root || member < 0 ? HORO_OK : pass(lane, &leader->links[0], member, message);
     }
     struct hr_rank_list who = {0};
     for (int local = 0; local < lane->team->local_size; local++) {
@@ -147,10 +146,9 @@ static int ask(const struct late *late, int64_t until_ns) {
 static void find_silent(const struct hr_lane *lane, struct hr_rank_list *who) {
     const uint32_t roll_call = lane->engine->late.roll_call; /* one that has answered a later one is there, too */
     const struct hr_team *team = lane->team;
-    const struct hr_arena *arena = &lane->node->arena;
     const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;
     for (int i = 0; i < team->local_size; i++) {
-        const struct hr_arena_block *block = &arena->blocks[team->index_of_local[i]];
+        const struct hr_arena_block *block = hr_block_of(lane, i);
         const uint64_t place = atomic_load_explicit(&block->log_executed[team->number], memory_order_relaxed);
         /* a rank behind that place has done its part; where nothing is executed, the leader is to agree on it */
         const int is_awaited = is_executing ? place <= lane->executor.place : i == 0;

@@ -4,6 +4,11 @@
 
 #include "engine/engine.h"
 
+/* Of a local member. */
+static inline struct hr_arena_block *hr_block_of(const struct hr_lane *lane, int member) {
+    return &lane->node->arena.blocks[lane->team->index_of_local[member]];
+}
+
 /* ---- blocked.c: threads that wait, and whether all ranks wait for one another ---- */
 
 /* As horo_report_blocked and horo_blocked_question. */
@@ -13,15 +18,15 @@ uint32_t hr_engine_blocked_question(const struct hr_engine *engine);
 /* Tells rank 0 what callers have reported, or that it holds no more. HORO_OK or a status. */
 int hr_engine_tell_blocked(struct hr_engine *engine);
 /* A leader's handlers of BLOCKED, of a rank of this subtree, and of QUERY, and what passes the question down. */
-int hr_blocked_handle(void *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
-int hr_blocked_handle_query(void *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
+int hr_blocked_handle(struct hr_lane *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
+int hr_blocked_handle_query(struct hr_lane *lane, int member, const struct hr_wire_message *query, int64_t now_ns);
 /* Of the root of all ranks. */
 extern const struct hr_part_ops hr_part_deadlock;
 
 /* ---- stall.c: requests that have waited too long ---- */
 
 /* A leader's handler of ASK: a leader above asks where the ranks of this subtree stand that wait for nothing. */
-int hr_stall_handle_question(void *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
+int hr_stall_handle_question(struct hr_lane *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
 extern const struct hr_part_ops hr_part_stall;
 
 /* The only rank on other hosts, -1 if there are none or several: which of these waits for which is not known here. */
@@ -33,7 +38,7 @@ static inline int64_t hr_late_deadline_ns(const struct hr_request *request) {
     return request->submit_ns + (int64_t)request->call.timeout_ms * 1000000;
 }
 /* A leader's handler of LATE: a member, or the parent, knows of an operation that is not done in time. */
-int hr_late_handle(void *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
+int hr_late_handle(struct hr_lane *lane, int member, const struct hr_wire_message *message, int64_t now_ns);
 extern const struct hr_part_ops hr_part_late;
 
 /* ---- stall_text.c: who has submitted what ---- */
@@ -45,7 +50,7 @@ struct hr_stalled {
     int64_t oldest_ns;
     int64_t blocked_ns; /* since when one that holds up somebody has waited; the time of the report if none has */
     int culprit;      /* a rank that has not submitted one of them, of this host if there is one; -1: none */
-    int is_elsewhere; /* it is on another host, where they may know better */
+    int periods;      /* of patience with it, where those beside it may know better */
 };
 
 /* Ranks of one host, or that lead others, as "1, 3"; the first one, and how many. */

@@ -4,7 +4,6 @@
  * leader whose program computes is called for it by those that wait. Others say something only where it does not look.
  */
 #include <stdio.h>
-#include <string.h>
 
 #include "arena/arena.h"
 #include "base/clock.h"
@@ -19,10 +18,6 @@ enum { STEPS = 16 };
 enum { TEAM_TEXT_BYTES = HR_TEAM_NAME_BYTES + 8 };
 
 #define ANSWER_NS 2000000000ll /* an interpreter that is not busy answers in milliseconds */
-
-static struct hr_arena_block *block_of(const struct hr_lane *lane, int member) {
-    return &lane->node->arena.blocks[lane->team->index_of_local[member]];
-}
 
 /* ---- Waiting for those that lead ---- */
 
@@ -46,22 +41,22 @@ static int64_t oldest_pending_ns(struct hr_lane *lane) {
 
 /* Until when the leader here has looked, at least. */
 static int64_t leader_looks_until_ns(const struct hr_lane *lane) {
-    return atomic_load_explicit(&block_of(lane, 0)->alive_until_ns, memory_order_relaxed);
+    return atomic_load_explicit(&hr_block_of(lane, 0)->alive_until_ns, memory_order_relaxed);
 }
 
 /*
  * Describes what ranks here have submitted while no answer comes from the next rank on the way to the root of the tree,
  * which is stopped, or a rank behind it is late. Each level waits one period longer than the one above, so the nearest
- * one names the culprit. *periods are those before the job ends.
+ * one names the culprit.
  */
 static int describe_undecided(struct hr_lane *lane, int64_t now_ns, char *text, size_t text_bytes,
-                              struct hr_stalled *stalled, int *periods) {
+                              struct hr_stalled *stalled) {
     const struct hr_node *node = lane->node;
     const int level = 1 + __builtin_popcount((unsigned)lane->team->host); /* the tree is binomial */
     const int64_t moved_ns = lane->stall.moved_ns;
     const int64_t looked_ns = lane->is_leader ? 0 : leader_looks_until_ns(lane);
     const int64_t least_ns = looked_ns > moved_ns && looked_ns < now_ns ? looked_ns : moved_ns;
-    *periods = level + !lane->is_leader;
+    stalled->periods = level + !lane->is_leader;
     stalled->culprit =
         lane->is_leader ? lane->leader.links[0].leader_rank : lane->team->job_rank[lane->team->rank_of_local[0]];
     char who[HR_NAME_TEXT_BYTES];
@@ -116,8 +111,7 @@ static void ask(struct hr_lane *lane, const struct hr_stalled *stalled, int aske
     lane->stall.answers_ns = now_ns + ANSWER_NS;
 }
 
-int hr_stall_handle_question(void *owner, int member, const struct hr_wire_message *message, int64_t now_ns) {
-    struct hr_lane *lane = owner;
+int hr_stall_handle_question(struct hr_lane *lane, int member, const struct hr_wire_message *message, int64_t now_ns) {
     if (member >= 0) {
         return HORO_ERR_INTERNAL;
     }
@@ -133,7 +127,7 @@ static void check_answers(struct hr_lane *lane, int64_t now_ns) {
     }
     lane->stall.answers_ns = 0;
     for (int member = 0; member < lane->team->local_size; member++) {
-        const struct hr_arena_block *block = block_of(lane, member);
+        const struct hr_arena_block *block = hr_block_of(lane, member);
         if (atomic_load(&block->answers) != 0 && atomic_load(&block->answered) != atomic_load(&block->asked)) {
             char name[HR_NAME_TEXT_BYTES];
             (void)hr_node_name_rank(lane->node, lane->team->job_rank[lane->team->rank_of_local[member]], name,
@@ -178,17 +172,15 @@ static int64_t report(struct hr_lane *lane, int64_t now_ns) {
     struct hr_node *node = lane->node;
     char names[HORO_MESSAGE_MAX];
     struct hr_stalled stalled = {.culprit = -1, .oldest_ns = now_ns, .blocked_ns = now_ns};
-    int periods = 0; /* of patience with ranks of other hosts: those beside the culprit know it better */
     if (lane->is_leader) {
         hr_stall_find(lane, now_ns, &stalled);
     }
     if (stalled.count > 0) {
-        periods = stalled.is_elsewhere;
         log_stalled(lane, &stalled, now_ns);
         if (lane->stall.answers_ns == 0) { /* one question at a time */
             ask(lane, &stalled, node->rank, now_ns);
         }
-    } else if (lane->is_root || describe_undecided(lane, now_ns, names, sizeof names, &stalled, &periods) == 0) {
+    } else if (lane->leader.is_root || describe_undecided(lane, now_ns, names, sizeof names, &stalled) == 0) {
         return now_ns + node->stall_warning_ns;
     } else if (!lane->is_leader && leader_looks_until_ns(lane) >= now_ns) {
         stalled.blocked_ns = now_ns; /* it sees to that */
@@ -200,7 +192,7 @@ static int64_t report(struct hr_lane *lane, int64_t now_ns) {
     }
     hr_end_show_events(lane->node, HORO_LOG_WARNING); /* every rank its own, also those whose turn it is not */
     if (node->stall_shutdown_ns > 0 &&
-        now_ns - stalled.blocked_ns >= node->stall_shutdown_ns + periods * node->stall_warning_ns) {
+        now_ns - stalled.blocked_ns >= node->stall_shutdown_ns + stalled.periods * node->stall_warning_ns) {
         hr_node_abort(node, HORO_ERR_STALLED, stalled.culprit, HR_REASON_STALLED);
     }
     return now_ns + node->stall_warning_ns;
@@ -213,7 +205,7 @@ static int64_t report(struct hr_lane *lane, int64_t now_ns) {
 static int find_silent(const struct hr_lane *lane, int64_t now_ns) {
     const struct hr_team *team = lane->team;
     for (int i = 0; i < team->local_size; i++) {
-        const struct hr_arena_block *block = &lane->node->arena.blocks[team->index_of_local[i]];
+        const struct hr_arena_block *block = hr_block_of(lane, i);
         if (i != team->local_rank && atomic_load_explicit(&block->alive_until_ns, memory_order_relaxed) < now_ns &&
             atomic_load_explicit(&block->log_executed[team->number], memory_order_relaxed) <=
                 lane->executor.place) {
@@ -299,7 +291,7 @@ static int64_t check(struct hr_lane *lane, int64_t now_ns, int was_stopped) {
     }
     const int has_moved = note_moves(lane, now_ns, was_stopped);
     const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;
-    _Atomic int64_t *called_until_ns = &block_of(lane, 0)->called_until_ns; /* partner: needs */
+    _Atomic int64_t *called_until_ns = &hr_block_of(lane, 0)->called_until_ns; /* partner: needs */
     /* nothing moves here: the leader is to collect what its ranks have announced, and to look at that for a while */
     if (!has_moved && !is_executing && !lane->is_leader &&
         atomic_load(called_until_ns) < now_ns + 2 * warning_ns / STEPS) {

@@ -8,7 +8,7 @@
 /* Calls that ranks here wait for behind a refusal of their own, which is all that has been announced. */
 static void find_behind(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
     for (int member = 0; member < lane->team->local_size && stalled->count > 0; member++) {
-        const struct hr_arena_block *block = &lane->node->arena.blocks[lane->team->index_of_local[member]];
+        const struct hr_arena_block *block = hr_block_of(lane, member);
         const uint64_t behind = atomic_load_explicit(&block->behind, memory_order_relaxed);
         const int64_t since_ns = (int64_t)(behind / HR_TEAMS_MAX);
         if (behind != 0 && (int)(behind % HR_TEAMS_MAX) == lane->team->number &&
@@ -50,7 +50,7 @@ void hr_stall_find(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stal
     find_behind(lane, now_ns, stalled);
     int missing = first_missing(lane, stalled, 1);
     missing = missing < 0 ? first_missing(lane, stalled, 0) : missing;
-    stalled->is_elsewhere = missing >= lane->team->local_size;
+    stalled->periods = missing >= lane->team->local_size;
     stalled->culprit = missing < 0 ? -1 : lane->leader.member_ranks[missing];
 }
 
@@ -73,8 +73,7 @@ static int is_whole(const struct hr_stalled *stalled, uint32_t submitted) {
 }
 
 int hr_stall_is_waiting(const struct hr_lane *lane, int member) {
-    const struct hr_arena_block *block = &lane->node->arena.blocks[lane->team->index_of_local[member]];
-    return atomic_load_explicit(&block->pending, memory_order_relaxed) > 0;
+    return atomic_load_explicit(&hr_block_of(lane, member)->pending, memory_order_relaxed) > 0;
 }
 
 int hr_stall_is_waited_for(const struct hr_lane *lane, const struct hr_stalled *stalled, int member) {

@@ -23,7 +23,7 @@ struct hr_port {
     struct hr_team *team;
     struct hr_lane *lane; /* of whoever has made it */
     _Atomic int state;    /* enum hr_port_state; read by any thread */
-    struct hr_map names;  /* name -> request that is not done, the first where others are behind it */
+    struct hr_map names;  /* name -> request that is not done, the first where others are behind it, or a stand-in */
     uint64_t call_count;   /* ordered calls submitted so far */
     struct hr_request *calls, *last_call; /* those that are not done, linked by next_call */
     struct hr_request *next_call;         /* of these, the first that no record has been about */

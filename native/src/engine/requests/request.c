@@ -1,6 +1,5 @@
 /* Requests as they are made, and those that are pending: by process set and name, in their order, and in the queue. */
 #include <stddef.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -129,11 +128,8 @@ static hr_status check_call(const horo_request *call, struct hr_error *error) {
 }
 
 static void set_hashes(struct hr_request *request, int is_call) {
-    const horo_request *call = &request->call;
-    request->name_hash = hr_hash(call->name, request->name_bytes) + (uint64_t)is_call;
+    request->name_hash = hr_hash(request->call.name, request->name_bytes) + (uint64_t)is_call;
     request->known_hash = is_call ? hr_hash((const char *)request->bytes, request->byte_count) : request->name_hash;
-    request->pending_hash = request->name_hash ^ ((uint64_t)call->team << 32 | (uint64_t)call->team);
-    request->pending_hash += request->pending_hash == 0;
 }
 
 int hr_request_is_call(const struct hr_request *request) {

@@ -3,7 +3,6 @@
 #define HR_ENGINE_REQUEST_H
 
 #include <stdatomic.h>
-#include <string.h>
 
 #include "backend/backend.h"
 #include "horo_gpu.h"
@@ -20,7 +19,7 @@ struct hr_request;
  *     STAGING   | its values are on their way from a GPU         | QUEUED: a thread of the GPU's, when they are there
  *     ANNOUNCED | what the driver has taken out of the queue     | its record, or the end of the group, completes it
  *     STANDS_IN | made for one that this rank, which has joined, | its record completes it
- *               | does not submit: pending nowhere               |
+ *               | does not submit: known by name, not pending    |
  *
  * All but the first is written with the lock held. It is over when `status` says so, which is written last.
  */
@@ -29,11 +28,11 @@ enum hr_request_state { HR_REQUEST_QUEUED, HR_REQUEST_STAGING, HR_REQUEST_ANNOUN
 /* Of whoever makes a request that is more than the collective. NULL: there is nothing to be done. */
 struct hr_hooks {
     /* With the lock held: whether it may be submitted now. HORO_OK, or a status with *error set. */
-    hr_status (*check)(void *owner, const struct hr_request *request, struct hr_error *error);
+    hr_status (*check)(const struct hr_request *request, struct hr_error *error);
     /* The driver: announces it, as any other if NULL. HORO_OK or a status. */
-    int (*announce)(void *owner, struct hr_request *request);
+    int (*announce)(struct hr_request *request);
     /* With the lock held: it is over with this status, which nobody has seen yet. */
-    void (*ended)(void *owner, struct hr_request *request, int status);
+    void (*ended)(struct hr_request *request, int status);
     /* Without the lock: it goes, and its cargo with it. */
     void (*freed)(void *data);
     /* The same for cargo that its batch, which was cut off, may still work on: see hr_node_bury. NULL: it stays. */
@@ -43,7 +42,6 @@ struct hr_hooks {
 /* The luggage of a request: a group that is not there yet, a staging, a mark, the memory of a stand-in. */
 struct hr_cargo {
     const struct hr_hooks *hooks; /* NULL: there is none */
-    void *owner;
     void *data;
 };
 
@@ -64,8 +62,7 @@ struct hr_request {
     horo_request call; /* its pointers point into this allocation, but for those of tensors that hold data */
     struct hr_request *next_call; /* of an ordered one: the next ordered call of its port that is not done */
     uint64_t name_hash;
-    uint64_t known_hash; /* of the key by which the announcer knows it: the name, or of an ordered call `bytes` */
-    uint64_t pending_hash; /* of name and team; never 0, which stands for all names in a report */
+    uint64_t known_hash; /* of the announcer, which knows it by `bytes`: the name's, or of a call that of `bytes` */
     size_t name_bytes;
     int64_t data_bytes; /* of all its tensors here */
     int64_t submit_ns;

@@ -101,7 +101,7 @@ void hr_requests_complete_locked(struct hr_requests *requests, struct hr_request
                                  const char *text) {
     hr_port_remove(requests, request);
     if (request->cargo.hooks != NULL && request->cargo.hooks->ended != NULL) {
-        request->cargo.hooks->ended(request->cargo.owner, request, status);
+        request->cargo.hooks->ended(request, status);
     }
     if (request->refused != 0) { /* nobody waits for it */
         requests->passed++;
@@ -120,7 +120,7 @@ void hr_requests_complete(struct hr_requests *requests, struct hr_request *const
     for (size_t i = 0; i < count; i++) {
         if (done[i]->state == HR_REQUEST_STANDS_IN) {
             requests->passed++;
-            done[i]->cargo.hooks->ended(done[i]->cargo.owner, done[i], status);
+            done[i]->cargo.hooks->ended(done[i], status);
         } else {
             hr_requests_complete_locked(requests, done[i], status, text);
         }
@@ -169,44 +169,36 @@ void hr_requests_describe_end(const struct hr_requests *requests, struct hr_abor
     }
 }
 
-/* With the lock held: the oldest one that is not between two ranks alone. */
-static struct hr_request *oldest_of_all(const struct hr_requests *requests) {
-    struct hr_request *request = requests->oldest;
-    while (request != NULL && request->port == NULL) {
-        request = request->newer;
-    }
-    return request;
-}
-
 int hr_requests_fail_all(struct hr_requests *requests) {
+    struct hr_abort end = {0};
+    char text[HORO_MESSAGE_MAX];
+    struct hr_request *older;
     if (atomic_load(&requests->drive->pending) == 0) {
         return 0;
     }
     hr_drive_lock(requests->drive);
-    struct hr_request *request = oldest_of_all(requests);
-    if (request == NULL) {
-        hr_drive_unlock(requests->drive);
-        return 0;
-    }
-    char text[HORO_MESSAGE_MAX];
-    const struct hr_abort end = hr_end_find(requests->node);
-    hr_end_show(requests->node);
-    hr_requests_describe_end(requests, end, NULL, text, sizeof text);
-    for (; request != NULL; request = oldest_of_all(requests)) {
-        hr_requests_complete_locked(requests, request, end.code, text);
-        /* The call behind it has gone into the queue, and may be the next one that is freed. */
-        requests->queue_head = NULL;
-        requests->queue_tail = &requests->queue_head;
-    }
+    requests->queue_head = NULL;
+    requests->queue_tail = &requests->queue_head;
     atomic_store(&requests->queued, 0);
-    for (request = requests->oldest; request != NULL; request = request->newer) {
+    for (struct hr_request *request = requests->newest; request != NULL; request = older) {
+        older = request->older; /* in this order, what is behind a refusal does not get into the queue */
+        if (request->port != NULL && end.code == 0) {
+            end = hr_end_find(requests->node);
+            hr_end_show(requests->node);
+            hr_requests_describe_end(requests, end, NULL, text, sizeof text);
+        }
+        if (request->port != NULL) {
+            hr_requests_complete_locked(requests, request, end.code, text);
+        }
+    }
+    for (struct hr_request *request = requests->oldest; request != NULL; request = request->newer) {
         if (request->state == HR_REQUEST_QUEUED) {
             hr_requests_queue(requests, request);
         }
     }
     hr_drive_wake_waiters(requests->drive);
     hr_drive_unlock(requests->drive);
-    return 1;
+    return end.code != 0;
 }
 
 /* ---- Checks ---- */
@@ -253,7 +245,7 @@ static hr_status find_port(const struct hr_requests *requests, struct hr_request
 
 hr_status hr_requests_check(const struct hr_requests *requests, struct hr_request *request, struct hr_error *error) {
     const char *name = request->call.name;
-    const struct hr_cargo *cargo = &request->cargo;
+    const struct hr_hooks *hooks = request->cargo.hooks;
     if (atomic_load(&requests->drive->stop)) {
         return hr_fail(error, HORO_ERR_ABORTED, "'%s': horo is shutting down", name);
     }
@@ -261,8 +253,8 @@ hr_status hr_requests_check(const struct hr_requests *requests, struct hr_reques
         return HORO_OK;
     }
     HR_TRY(find_port(requests, request, error));
-    if (cargo->hooks != NULL && cargo->hooks->check != NULL) {
-        HR_TRY(cargo->hooks->check(cargo->owner, request, error));
+    if (hooks != NULL && hooks->check != NULL) {
+        HR_TRY(hooks->check(request, error));
     }
     if (!hr_port_is_next(request)) {
         return hr_fail(error, HORO_ERR_DUPLICATE_NAME,

@@ -80,18 +80,14 @@ static int wait_for_request(struct hr_requests *requests, const struct hr_reques
 
 /* With the lock held. */
 static hr_status write_unknown(int64_t handle, char *text, size_t text_bytes) {
-    if (text_bytes > 0) {
-        (void)snprintf(text, text_bytes, "Handle %lld was not created or has been cleared.", (long long)handle);
-    }
+    (void)snprintf(text, text_bytes, "Handle %lld was not created or has been cleared.", (long long)handle);
     return HORO_ERR_HANDLE;
 }
 
 static void write_error(const struct hr_request *request, char *text, size_t text_bytes) {
-    if (text_bytes > 0) {
-        const int done = atomic_load(&request->status) != HORO_IN_PROGRESS;
-        (void)snprintf(text, text_bytes, "%s",
-                       done && request->error_text != NULL ? request->error_text : "the operation is still running");
-    }
+    const int done = atomic_load(&request->status) != HORO_IN_PROGRESS;
+    (void)snprintf(text, text_bytes, "%s",
+                   done && request->error_text != NULL ? request->error_text : "the operation is still running");
 }
 
 /* With the lock held: the table of handles owns it no longer. */
