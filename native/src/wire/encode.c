@@ -12,7 +12,7 @@ enum {
     NUMBERS_MAX = 64 + 8 * HR_WIRE_KNOBS_MAX, /* bytes of a message that belong to no text, rows, data or request */
 };
 
-_Static_assert(HORO_KNOB_COUNT <= HR_WIRE_KNOBS_MAX, "there is room for the knobs");
+_Static_assert((int)HORO_KNOB_COUNT <= (int)HR_WIRE_KNOBS_MAX, "there is room for the knobs");
 
 static uint8_t *write_i32(uint8_t *at, int32_t value) {
     return hr_store_u32(at, (uint32_t)value);
