@@ -59,8 +59,8 @@ void hr_lane_destroy(struct hr_lane *lane) {
     free(lane);
 }
 
-int hr_lane_create(struct hr_engine *engine, const struct hr_lane_setup *setup, struct hr_team *team,
-                   struct hr_lane **lane, struct hr_error *error) {
+int hr_lane_create(const struct hr_lane_setup *setup, struct hr_team *team, struct hr_lane **lane,
+                   struct hr_error *error) {
     struct hr_lane *created = calloc(1, sizeof *created);
     struct hr_backend *backend = created == NULL ? NULL : hr_host_backend_create(team);
     if (backend == NULL) {
@@ -69,7 +69,7 @@ int hr_lane_create(struct hr_engine *engine, const struct hr_lane_setup *setup, 
         hr_team_destroy(team);
         return HORO_ERR_RESOURCE;
     }
-    created->engine = engine;
+    created->engine = setup->engine;
     created->node = team->node;
     created->team = team;
     created->backend = backend;
