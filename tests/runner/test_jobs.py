@@ -218,15 +218,19 @@ def test_a_command_that_cannot_run_is_one_sentence(hororun: Hororun, where: str,
     (tmp_path / "data.txt").write_text("x = 1\n")
     (tmp_path / "no-line").write_bytes(b"\x01\x02")
     (tmp_path / "bad-line").write_text("#!/no/such/interpreter\n")
-    for name in ("no-line", "bad-line"):
+    (tmp_path / "program").write_text("#!/bin/sh\n")
+    for name in ("no-line", "bad-line", "program"):
         (tmp_path / name).chmod(0o755)
     cases = {
         "no-such-command": (127, "command not found on"), "./no-such-file": (127, "no such file on"),
-        "./data.txt": (126, "is not executable"), "./bad-line": (127, "an interpreter that does not exist"),
+        "./data.txt": (126, " is not executable: 'chmod +x ./data.txt', or write its interpreter first\n"),
+        "data.txt": (127, f"; for the file in {tmp_path}, write ./data.txt after 'chmod +x data.txt'\n"),
+        "program": (127, f" is in no folder of PATH there; for the file in {tmp_path}, write ./program\n"),
+        "./bad-line": (127, "an interpreter that does not exist"),
         "./no-line": (126, "neither a program nor a script"), str(tmp_path): (126, "is a folder"),
     }  # fmt: skip
     if where.startswith("one"):  # agents try commands as hororun does
-        cases = {name: cases[name] for name in ("no-such-command", "./bad-line")}
+        cases = {name: cases[name] for name in ("no-such-command", "program", "./bad-line")}
     for command, (code, fact) in cases.items():
         done = hororun.run("-np", "2", command, where=where, cwd=tmp_path)
         assert (done.returncode, done.stderr.count("\n")) == (code, 1), done.stderr

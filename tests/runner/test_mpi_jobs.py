@@ -178,10 +178,7 @@ def test_a_reader_that_leaves_ends_the_job(hororun: Hororun, fake: Path) -> None
     [
         (["--mpirun", "/no/such/mpirun"], 78, "--mpirun /no/such/mpirun: there is no such program"),
         (["--mpirun", "false"], 78, "false is of no kind that hororun knows"),
-        (["--store-port", "5000"], 2, "--store-port is for --launcher slurm and ssh"),
         (["--tcp"], 2, "--tcp: only Spectrum MPI"),
-        (["--mpi-args", "'"], 2, "--mpi-args"),
-        (["--binding-args", "'"], 2, "--binding-args"),
     ],
 )
 def test_what_mpirun_cannot_do_is_told(hororun: Hororun, fake: Path, words: list[str], code: int, fact: str) -> None:
