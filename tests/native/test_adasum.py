@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from adasum_oracle import adasum, tolerance
-from ranks import Rank, on_ranks, over_every_layout, run_ranks
+from ranks import Rank, on_ranks, over_every_layout
 
 from horo.core import context
 
@@ -40,34 +40,27 @@ DTYPES = ["float32", "float64", "float16"]
 
 @over_every_layout
 @pytest.mark.parametrize(("dtype", "segment_bytes"), [*itertools.product(DTYPES, [1 << 12, 1 << 18])])
-def test_any_count_over_any_layout(host_of_rank: list[int], dtype: str, segment_bytes: int) -> None:
-    size = len(host_of_rank)
-    inputs = {count: [values_of(r, count, dtype) for r in range(size)] for count in COUNTS}
-
-    def body(rank: Rank) -> list[bytes]:
-        results = []
-        for count in COUNTS:
-            results.append(combined(rank, inputs[count][rank.rank], str(count)))
-            again = inputs[count][rank.rank].copy()
-            rank.allreduce(again, f"{count} in place", "adasum")
-            assert again.tobytes() == results[-1].tobytes()
-        assert (combined(rank, np.full(3000, 60000, dtype)) == 60000).all()  # its square is beyond float16
-        return [result.tobytes() for result in results]
-
-    found = run_ranks(body, host_of_rank=host_of_rank, segment_bytes=segment_bytes)
-    assert all(result == found[0] for result in found)
-    for count, result in zip(COUNTS, found[0], strict=True):
-        check(np.frombuffer(result, dtype), inputs[count], dtype)
-
-
-@over_every_layout
-@on_ranks("host_of_rank")
-def test_orthogonal_vectors_add_to_the_bit(rank: Rank) -> None:
-    for count in (rank.size, 5000):
-        array = np.zeros(count, np.float32)
-        array[rank.rank :: rank.size] = values_of(rank.rank, len(array[rank.rank :: rank.size]), np.float32)
-        summed = rank.allreduce(array.copy(), f"sum{count}")
-        assert np.array_equal(combined(rank, array, str(count)), summed)
+@on_ranks("host_of_rank", "segment_bytes")
+def test_any_count_over_any_layout(rank: Rank, dtype: str) -> None:
+    """Each alone, out of place and in it, and all as one group; vectors without a common direction are just added."""
+    inputs = [[values_of(r, count, dtype) for r in range(rank.size)] for count in COUNTS]
+    group = [of_all[rank.rank].copy() for of_all in inputs]
+    for of_all, count in zip(inputs, COUNTS, strict=True):
+        result = combined(rank, of_all[rank.rank], str(count))
+        check(result, of_all, dtype)
+        assert rank.is_common(count, result.tobytes())
+        again = of_all[rank.rank].copy()
+        rank.allreduce(again, f"{count} in place", "adasum")
+        assert again.tobytes() == result.tobytes()
+    mixed = np.full(9, 2.0)  # of another dtype than most
+    rank.finish(rank.submit("allreduce", "group", [*group, mixed], reduce_op=OP))
+    for result, of_all in zip(group, inputs, strict=True):
+        check(result, of_all, dtype)
+    assert (mixed == 2).all()
+    assert (combined(rank, np.full(3000, 60000, dtype)) == 60000).all()  # its square is beyond float16
+    apart = np.zeros(5000, dtype)
+    apart[rank.rank :: rank.size] = 1.5
+    assert (combined(rank, apart, "apart") == 1.5).all()
 
 
 @on_ranks([3], [4], [2, 1], [2, 2])
@@ -80,18 +73,6 @@ def test_zero_vectors_change_nothing(rank: Rank) -> None:
     tiny = np.full(500, 1e-160)  # its square is no normal number: it counts as zero, and is added
     array = tiny if rank.rank == 0 else mine * (rank.rank == 1)
     assert np.array_equal(combined(rank, array, "tiny"), mine + tiny)
-
-
-@over_every_layout
-@on_ranks("host_of_rank", segment_bytes=1 << 12)
-def test_each_tensor_of_a_group_by_itself(rank: Rank) -> None:
-    kinds = [("float32", 3), ("float64", 10), ("float32", 9001), ("float32", 0), ("float16", 11), ("float32", 1)]
-    inputs = [[values_of(r, n, dtype, i) for i, (dtype, n) in enumerate(kinds)] for r in range(rank.size)]
-    for step in range(2):
-        arrays = [array.copy() for array in inputs[rank.rank]]
-        rank.finish(rank.submit("allreduce", f"group{step}", arrays, reduce_op=OP))
-        for i, (dtype, _) in enumerate(kinds):
-            check(arrays[i], [mine[i] for mine in inputs], dtype)
 
 
 @on_ranks(host_of_rank=[0, 1, 2, 0, 1, 2, 0])

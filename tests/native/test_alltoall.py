@@ -7,12 +7,10 @@ from dataclasses import dataclass
 import native_build
 import numpy as np
 import pytest
-from ranks import Rank, describe, on_ranks, run_ranks
+from ranks import Rank, describe, on_ranks
 
 from horo.core import context
 from horo.errors import UsageError
-
-ways = pytest.mark.parametrize("direct_bytes", [0, 1], ids=["by slots", "direct"])
 
 
 @dataclass(frozen=True)
@@ -59,20 +57,20 @@ def random_plan(size: int, seed: int, dtype: type = np.int32) -> Plan:
     return Plan([[draw.choice(choices) for _ in range(size)] for _ in range(size)], draw.choice([1, 2, 5]), dtype)
 
 
-@pytest.mark.parametrize("hosts", [*range(2, 14), 16, 17, 23], ids=lambda hosts: f"{hosts} hosts")
-def test_every_host_reaches_every_other(hosts: int) -> None:
+@pytest.mark.parametrize(
+    "host_of_rank",
+    [[*range(hosts), 0, hosts - 1] for hosts in (*range(2, 14), 16, 17, 23)],
+    ids=lambda host_of_rank: f"{len(host_of_rank) - 2} hosts",
+)
+@on_ranks("host_of_rank", spin_us=0)
+def test_every_host_reaches_every_other(rank: Rank) -> None:
     """Also those without a link, over others."""
-    layout = [*range(hosts), 0, hosts - 1]
-
-    def body(rank: Rank) -> None:
-        check(rank, [Plan([[1 + (s + 2 * d) % 5 for d in range(rank.size)] for s in range(rank.size)], 11)])
-        check(rank, [random_plan(rank.size, step, dtype) for step, dtype in enumerate((np.uint8, np.float64, bool))])
-
-    run_ranks(body, host_of_rank=layout, spin_us=0)
+    check(rank, [Plan([[1 + (s + 2 * d) % 5 for d in range(rank.size)] for s in range(rank.size)], 11)])
+    check(rank, [random_plan(rank.size, step, dtype) for step, dtype in enumerate((np.uint8, np.float64, bool))])
 
 
-@ways
-@on_ranks([70], [33, 32], "direct_bytes", segment_bytes=1 << 12, spin_us=0)
+@pytest.mark.parametrize(("hosts", "direct_bytes"), [([70], 1), ([33, 32], 0)], ids=str)
+@on_ranks("hosts", "direct_bytes", segment_bytes=1 << 12, spin_us=0)
 def test_many_ranks(rank: Rank) -> None:
     steps = 1 if native_build.FLAVOUR else 3  # so many threads share one interpreter that a sanitizer slows down
     for step in range(steps):

@@ -6,7 +6,7 @@ import kernel_oracle as oracle
 import numpy as np
 import numpy.typing as npt
 import pytest
-from ranks import Group, Rank, on_ranks, run_ranks
+from ranks import Rank, on_ranks, run_ranks
 
 Array = npt.NDArray[Any]
 HALVES, WIDES = ["float16", "bfloat16"], ["float32", "float64"]
@@ -48,49 +48,43 @@ def travel(rank: Rank, values: Array, half_name: str, name: str = "x", op: str =
     return result
 
 
-def on_all(
-    group: Group, inputs: list[Array], half_name: str, name: str, op: str = "sum", **factors: float
-) -> list[Array]:
-    return group.run(lambda rank: travel(rank, inputs[rank.rank], half_name, name, op, **factors))
-
-
-def same_bits(results: list[Array], expected: Array | None = None) -> bool:
-    wanted = results[0] if expected is None else expected
-    return all(result.tobytes() == wanted.tobytes() for result in results)
-
-
 @by_half
 @by_wide
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("case", [("sum", 1.0, 1.0), *((op, 0.3, -1.7) for op in OPS)], ids=str)
+@on_ranks([1], [2], [3], [5])
 def test_one_host_rounds_contributions_and_result_and_nothing_between(
-    case: tuple[str, float, float], ranks: int, wide_name: str, half_name: str
+    rank: Rank, case: tuple[str, float, float], wide_name: str, half_name: str
 ) -> None:
     """Factors come before the first rounding and before the last."""
     half, (op, prescale, postscale) = oracle.DTYPES[half_name], case
-    with Group([ranks]) as group:
-        for count in COUNTS:
-            inputs = [values_of(count, rank, wide_name) for rank in range(ranks)]
-            results = on_all(group, inputs, half_name, f"x{count}", op, prescale=prescale, postscale=postscale)
-            contributions = [narrowed(half, values, prescale) for values in inputs]
-            total = oracle.reduce(half, OPS[op], contributions, postscale / (ranks if op == "average" else 1))
-            assert same_bits(results, widened(half, total, wide_name)), count
+    for count in COUNTS:
+        inputs = [values_of(count, r, wide_name) for r in range(rank.size)]
+        result = travel(rank, inputs[rank.rank], half_name, f"x{count}", op, prescale=prescale, postscale=postscale)
+        assert rank.is_common(count, result.tobytes())
+        if rank.rank > 0:
+            continue
+        contributions = [narrowed(half, values, prescale) for values in inputs]
+        total = oracle.reduce(half, OPS[op], contributions, postscale / (rank.size if op == "average" else 1))
+        assert result.tobytes() == widened(half, total, wide_name).tobytes(), count
 
 
 @by_half
 @by_wide
-@pytest.mark.parametrize("hosts", [[1, 1], [2, 2], [1, 2]], ids=str)
-def test_two_hosts_round_once_more_where_a_sum_travels(hosts: list[int], wide_name: str, half_name: str) -> None:
+@on_ranks([1, 1], [2, 2], [1, 2])
+def test_two_hosts_round_once_more_where_a_sum_travels(
+    rank: Rank, hosts: list[int], wide_name: str, half_name: str
+) -> None:
     half = oracle.DTYPES[half_name]
-    with Group(hosts) as group:
-        for count in (1, 300, FLAT_ELEMENTS + 1, SEGMENT_ELEMENTS + 1, RING_ELEMENTS):
-            inputs = [values_of(count, rank, wide_name) for rank in range(sum(hosts))]
-            results = on_all(group, inputs, half_name, f"x{count}")
-            contributions = [narrowed(half, values) for values in inputs]
-            parts = (contributions[: hosts[0]], contributions[hosts[0] :])
-            partial = [oracle.reduce(half, oracle.SUM, part) for part in parts]
-            total = oracle.reduce(half, oracle.SUM, partial)
-            assert same_bits(results, widened(half, total, wide_name)), count
+    for count in (1, 300, FLAT_ELEMENTS + 1, SEGMENT_ELEMENTS + 1, RING_ELEMENTS):
+        inputs = [values_of(count, r, wide_name) for r in range(rank.size)]
+        result = travel(rank, inputs[rank.rank], half_name, f"x{count}")
+        assert rank.is_common(count, result.tobytes())
+        if rank.rank > 0:
+            continue
+        contributions = [narrowed(half, values) for values in inputs]
+        parts = (contributions[: hosts[0]], contributions[hosts[0] :])
+        total = oracle.reduce(half, oracle.SUM, [oracle.reduce(half, oracle.SUM, part) for part in parts])
+        assert result.tobytes() == widened(half, total, wide_name).tobytes(), count
 
 
 @pytest.mark.parametrize("count", [10, SEGMENT_ELEMENTS])

@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any
 
 import kernel_oracle as oracle
+import native_build
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -16,6 +17,7 @@ Array = npt.NDArray[Any]
 ALGORITHMS = ("ring", "doubling", "tree", "chain", "gather ring", "gather doubling", "scatter ring")
 REDUCTIONS, BROADCASTS, GATHERS, SCATTER = ALGORITHMS[:2], ALGORITHMS[2:4], ALGORITHMS[4:6], ALGORITHMS[6]
 OK, PEER_LOST = 0, -40
+EXAMPLES = 100 if native_build.FLAVOUR else 400
 FLOAT32, UINT8 = oracle.DTYPES["float32"], oracle.DTYPES["uint8"]
 MIXED_CASES = [
     *((oracle.DTYPES[name], oracle.SUM) for name in ("int64", "float32", "float16", "bfloat16", "uint8")),
@@ -126,7 +128,7 @@ def test_infinities_and_nans_are_the_same_bits_everywhere(native: ModuleType, na
         np.testing.assert_array_equal(oracle.is_nan(dtype, data[0]), oracle.is_nan(dtype, case.result(0)))
 
 
-@settings(max_examples=400)
+@settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_any_call_under_any_timing_gives_the_documented_bits(native: ModuleType, data: st.DataObject) -> None:
     algorithm = data.draw(st.sampled_from(ALGORITHMS), "algorithm")
@@ -159,7 +161,7 @@ def test_each_member_sends_so_many_times_the_data(native: ModuleType, algorithm:
     assert case.simulate()[1] == [round(times * case.count * case.dtype.storage.itemsize) for times in sends]
 
 
-@settings(max_examples=400)
+@settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_a_link_cut_at_any_moment_never_hangs_nor_gives_a_wrong_result(native: ModuleType, data: st.DataObject) -> None:
     algorithm = data.draw(st.sampled_from(ALGORITHMS), "algorithm")

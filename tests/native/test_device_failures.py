@@ -1,13 +1,12 @@
 """A GPU that fails is noticed, and told, also where its program does not wait for what was on its way to the host."""
 
 import re
-import threading
 from typing import Any
 
 import numpy as np
 import pytest
 from device_group import SUM, Gpu, OnGpu
-from ranks import Group, Rank, describe, recorded_stderr, wait_for
+from ranks import Group, Rank, Written, describe, on_ranks, wait_for
 
 from horo.core import context as _core
 from horo.errors import GroupError, HoroError, ResourceError
@@ -38,67 +37,60 @@ def fails(rank: Rank, handle: int, kind: type[HoroError], reason: str) -> None:
 
 @pytest.mark.parametrize("way", ["wait", "wait_any", "poll", "submit", "nothing"])
 @pytest.mark.parametrize("what", ["allreduce", "broadcast", "allgather", "group", "set"])
-def test_all_ranks_are_told_of_each_request_whose_values_do_not_come(gpu: Gpu, what: str, way: str) -> None:
+@on_ranks(HOSTS, **STALLS)
+def test_all_ranks_are_told_of_each_request_whose_values_do_not_come(
+    rank: Rank, gpu: Gpu, *, what: str, way: str, written: Written
+) -> None:
     """Rank 2 looks after the second of two requests only, or after none."""
-    are_told = threading.Event()
     op = what if what in OPTIONS else "allreduce"
     length, count = 100, 3 if what == "group" else 1
-
-    def body(rank: Rank) -> None:
-        members = [1, 2]
-        team = rank.add_team(members) if what == "set" else 0
-        if rank.rank == 2:
-            own = OnGpu(rank, gpu)
-            gpu.is_broken = True
-            gpu.fail_staging(1)
-            handles = [submit(own, op, name, length, count, team=team) for name in ("x0", "x1")]
-            if way == "wait":
-                fails(rank, handles[1], ResourceError, REASON)
-            elif way == "wait_any":
-                rank.context.wait_any([handles[1], handles[1]])
-                fails(rank, handles[1], ResourceError, REASON)
-            elif way == "poll":
-                wait_for(lambda: rank.context.poll(handles[1]))
-            elif way == "submit":
-                handles.append(submit(own, op, "x2", length, count, team=team))
-            assert are_told.wait(30)
-            own.close()
-        elif team == 0 or rank.rank in members:
-            arrays = [np.ones(length, np.float32)] * count
-            names = ["x0", "x1", *(["x2"] if way == "submit" else [])]
-            for handle in [rank.submit(op, name, arrays, team=team, **OPTIONS[op]) for name in names]:
-                fails(rank, handle, ResourceError, REFUSED)
-            if rank.rank == 1:
-                are_told.set()
-        assert rank.allreduce(np.ones(2), "after").tolist() == [3, 3]
-
-    with recorded_stderr(), Group(HOSTS, **STALLS) as group:
-        group.run(body)
+    team = rank.add_team([1, 2]) if what == "set" else 0
+    if rank.rank == 2:
+        own = OnGpu(rank, gpu)
+        gpu.is_broken = True
+        gpu.fail_staging(1)
+        handles = [submit(own, op, name, length, count, team=team) for name in ("x0", "x1")]
+        if way == "wait":
+            fails(rank, handles[1], ResourceError, REASON)
+        elif way == "wait_any":
+            rank.context.wait_any([handles[1], handles[1]])
+            fails(rank, handles[1], ResourceError, REASON)
+        elif way == "poll":
+            wait_for(lambda: rank.context.poll(handles[1]))
+        elif way == "submit":
+            handles.append(submit(own, op, "x2", length, count, team=team))
+        rank.await_mark("are told", timeout_s=30)
+        own.close()
+    elif team == 0 or rank.rank == 1:
+        arrays = [np.ones(length, np.float32)] * count
+        names = ["x0", "x1", *(["x2"] if way == "submit" else [])]
+        for handle in [rank.submit(op, name, arrays, team=team, **OPTIONS[op]) for name in names]:
+            fails(rank, handle, ResourceError, REFUSED)
+        if rank.rank == 1:
+            rank.mark("are told")
+    assert rank.allreduce(np.ones(2), "after").tolist() == [3, 3]
 
 
-def test_a_rank_that_joins_behind_a_failure_stands_in_for_nothing_before(gpu: Gpu) -> None:
+@on_ranks(HOSTS, **STALLS)
+def test_a_rank_that_joins_behind_a_failure_stands_in_for_nothing_before(
+    rank: Rank, gpu: Gpu, written: Written
+) -> None:
     """The others wait for what the rank has called itself; its failure cannot be told in the name's place any more."""
-    has_joined = threading.Event()
-
-    def body(rank: Rank) -> None:
-        if rank.rank == 2:
-            own = OnGpu(rank, gpu)
-            gpu.is_broken = True
-            gpu.let_copies(0)
-            gpu.fail_staging(1)
-            submit(own, "allreduce", "x0", 100)
-            rank.context.start_join(0)
-            gpu.let_copies(-1)
-            has_joined.set()
-            wait_for(lambda: rank.context.health() is not None)
-            own.close()
-            return
-        assert has_joined.wait(60)
-        with pytest.raises(GroupError, match=f"ended with {LOST} 'x0': {REASON}"):
-            rank.allreduce(np.ones(100, np.float32), "x0")
-
-    with recorded_stderr(), Group(HOSTS, **STALLS) as group:
-        group.run(body)
+    if rank.rank == 2:
+        own = OnGpu(rank, gpu)
+        gpu.is_broken = True
+        gpu.let_copies(0)
+        gpu.fail_staging(1)
+        submit(own, "allreduce", "x0", 100)
+        rank.context.start_join(0)
+        gpu.let_copies(-1)
+        rank.mark("has joined")
+        wait_for(lambda: rank.context.health() is not None)
+        own.close()
+        return
+    rank.await_mark("has joined")
+    with pytest.raises(GroupError, match=f"ended with {LOST} 'x0': {REASON}"):
+        rank.allreduce(np.ones(100, np.float32), "x0")
 
 
 def test_a_rank_that_leaves_behind_a_failure_ends_nothing(gpu: Gpu) -> None:

@@ -7,6 +7,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from native_build import FLAVOUR
 from ranks import Group, Rank, Written, on_ranks, run_script, wait_for
 from slow_links import Relay
 
@@ -14,6 +15,7 @@ from horo.core import context
 from horo.core.context import Context
 from horo.errors import AbortedError, HoroError, PeerLostError
 
+TIMES = 8 if FLAVOUR else 25
 WORDS = "ValueError: bad sample in shard 7"
 ENDS = [(hosts, ender) for hosts in ([2], [2, 2], [1, 1, 1]) for ender in range(sum(hosts))]
 
@@ -47,7 +49,7 @@ def test_all_others_read_the_words_while_they_wait_and_afterwards(
     assert re.fullmatch(expected, str(rank.context.health()))
 
 
-@on_ranks([4], [2, 2], [1, 1, 1], times=20, log_level=5)
+@on_ranks([4], [2, 2], [1, 1, 1], times=TIMES, log_level=5)
 def test_what_one_rank_has_finished_is_finished_by_all_when_it_ends(rank: Rank) -> None:
     """All have agreed on it, and it stands in the log in front of the end: nobody gets an error for it."""
     for step in range(3):
@@ -96,7 +98,7 @@ def test_the_first_end_stays_the_cause(native: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("hosts", "ender"), [([1, 1], 1), ([1, 1], 0), ([2, 2], 2), ([2], 1)], ids=str)
-@on_ranks("hosts", times=30, log_level=5)
+@on_ranks("hosts", times=TIMES, log_level=5)
 def test_the_words_arrive_also_where_the_rank_leaves_right_after(rank: Rank, ender: int) -> None:
     if rank.rank == ender:
         rank.context.end(WORDS)

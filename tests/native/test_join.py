@@ -83,8 +83,7 @@ def test_a_rank_that_has_joined_can_submit_nothing(rank: Rank) -> None:
             rank.context.add_team([0])
         assert rank.context.joined_last(handle) < 0
         rank.mark("is refused")
-    else:
-        rank.await_mark("is refused")  # rank 0 joins until the last rank does
+    rank.await_mark("is refused")  # rank 0 joins until the last rank does
     end_join(rank, handle)
     assert rank.allreduce(np.ones(2))[0] == 2.0
     assert rank.context.joined_last(rank.submit("barrier", "no join", [])) < 0
@@ -98,95 +97,75 @@ def test_the_name_of_joining_is_taken(rank: Rank) -> None:
         rank.context.start_join(3)
 
 
-def test_a_rank_that_adds_a_team_cannot_join() -> None:
+@on_ranks([2])
+def test_a_rank_that_adds_a_team_cannot_join(rank: Rank) -> None:
     """All ranks must take part in that."""
-    with Group([2]) as group:
-        submitted = threading.Event()
-
-        def body(rank: Rank) -> None:
-            if rank.rank == 1:
-                submitted.wait(20)
-                rank.context.add_team([0, 1])
-                return
-            adder = threading.Thread(target=rank.context.add_team, args=([0, 1],))
-            adder.start()
-            wait_for(lambda: bool(rank.context.counters()["requests"]))
-            with pytest.raises(UsageError, match="a change of process sets is pending"):
-                rank.context.start_join(0)
-            submitted.set()
-            adder.join()
-
-        group.run(body)
-        group.run(join)
+    if rank.rank == 1:
+        rank.await_mark("has submitted")
+        rank.context.add_team([0, 1])
+    else:
+        adder = threading.Thread(target=rank.context.add_team, args=([0, 1],))
+        adder.start()
+        wait_for(lambda: bool(rank.context.counters()["requests"]))
+        with pytest.raises(UsageError, match="a change of process sets is pending"):
+            rank.context.start_join(0)
+        rank.mark("has submitted")
+        adder.join()
+    join(rank)
 
 
-@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2], [1, 1, 1]], ids=str)
 @pytest.mark.parametrize(("end", "error"), [(Group.kill, PeerLostError), (Group.leave, AbortedError)])
+@on_ranks([2], [3], [1, 1], [2, 2], [1, 1, 1])
 def test_a_rank_that_is_gone_ends_the_wait_of_those_that_have_joined(
-    hosts: list[int], end: Callable[[Group, int], None], error: type[HoroError]
+    rank: Rank, end: Callable[[Group, int], None], error: type[HoroError]
 ) -> None:
     """The last rank ends after an operation that needs all others to have joined."""
-    last = sum(hosts) - 1
-    with Group(hosts) as group:
-
-        def body(rank: Rank) -> None:
-            if rank.rank == last:
-                rank.allreduce(np.ones(40_000), "x")
-                end(group, last)
-                return
-            handle = rank.context.start_join(0)
-            with pytest.raises(error, match=f"rank {last}"):
-                rank.context.wait(handle)
-            assert rank.context.joined_last(handle) < 0
-            rank.context.release(handle)
-
-        group.run(body)
+    last = rank.size - 1
+    if rank.rank == last:
+        rank.allreduce(np.ones(40_000), "x")
+        end(rank.group, last)
+        return
+    handle = rank.context.start_join(0)
+    with pytest.raises(error, match=f"rank {last}"):
+        rank.context.wait(handle)
+    assert rank.context.joined_last(handle) < 0
+    rank.context.release(handle)
 
 
-@pytest.mark.parametrize("hosts", [[2], [3], [1, 1], [2, 2]], ids=str)
-def test_ranks_may_end_in_the_middle_of_what_joined_ones_do_for_them(hosts: list[int]) -> None:
+@on_ranks([2], [3], [1, 1], [2, 2])
+def test_ranks_may_end_in_the_middle_of_what_joined_ones_do_for_them(rank: Rank) -> None:
     """The memory of stand-ins is freed with the engine."""
-    dead = sum(hosts) - 1
-    count = 300_000 if native_build.FLAVOUR else 1_000_000  # a sum takes as long
-    with Group(hosts) as group:
-
-        def body(rank: Rank) -> None:
-            if rank.rank == 0:
-                handle = rank.context.start_join(0)
-                with pytest.raises(PeerLostError):
-                    rank.context.wait(handle)
-                rank.context.release(handle)
-                return
-            rank.barrier("joined")
-            with pytest.raises(PeerLostError):
-                for step in range(10_000):
-                    if rank.rank == dead and step == 20:
-                        handle = rank.submit("allreduce", "x", [np.ones(count)], reduce_op=SUM)
-                        group.kill(dead)
-                        rank.finish(handle)  # its engine lives on and uses the tensor until then
-                    rank.allreduce(np.ones(count), "y" if rank.rank == dead and step >= 20 else "x")
-
-        group.run(body)
-
-
-@pytest.mark.parametrize("hosts", [[3], [1, 2], [1, 1, 1]], ids=str)
-def test_ranks_that_wait_for_one_another_while_one_has_joined_are_a_deadlock(hosts: list[int]) -> None:
-    def body(rank: Rank) -> str:
-        rank.context.blocked_after_s = 0.05
-        if rank.rank == 0:
-            handle = rank.context.start_join(0)
-        else:
-            rank.barrier("joined")
-            rank.allreduce(np.ones(3), "step")
-            handle = rank.submit("allreduce", "x" if rank.rank == 1 else "y", [np.ones(1)], reduce_op=SUM)
-        with pytest.raises(DeadlockError) as caught:
+    dead = rank.size - 1
+    count = 100_000 if native_build.FLAVOUR else 1_000_000  # a sum takes as long
+    if rank.rank == 0:
+        handle = rank.context.start_join(0)
+        with pytest.raises(PeerLostError):
             rank.context.wait(handle)
-        return str(caught.value)
+        rank.context.release(handle)
+        return
+    rank.barrier("joined")
+    with pytest.raises(PeerLostError):
+        for step in range(10_000):
+            if rank.rank == dead and step == 20:
+                handle = rank.submit("allreduce", "x", [np.ones(count)], reduce_op=SUM)
+                rank.group.kill(dead)
+                rank.finish(handle)  # its engine lives on and uses the tensor until then
+            rank.allreduce(np.ones(count), "y" if rank.rank == dead and step >= 20 else "x")
 
-    for text in run_ranks(body, hosts):
-        assert "rank 0 waits for 'join.noname'" in text
-        assert "'x'" in text
-        assert "'y'" in text
+
+@on_ranks([3], [1, 2], [1, 1, 1])
+def test_ranks_that_wait_for_one_another_while_one_has_joined_are_a_deadlock(rank: Rank) -> None:
+    rank.context.blocked_after_s = 0.05
+    if rank.rank == 0:
+        handle = rank.context.start_join(0)
+    else:
+        rank.barrier("joined")
+        rank.allreduce(np.ones(3), "step")
+        handle = rank.submit("allreduce", "x" if rank.rank == 1 else "y", [np.ones(1)], reduce_op=SUM)
+    with pytest.raises(DeadlockError) as caught:
+        rank.context.wait(handle)
+    for part in ("rank 0 waits for 'join.noname'", "'x'", "'y'"):
+        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize("hosts", [[3], [1, 2]], ids=str)
@@ -260,9 +239,9 @@ MORE_THAN_TRAVELS_WITH_ITS_ANNOUNCEMENT = 5000
 
 FOUR = [[0, 1, 2, 3], [1, 2, 3, 0], [3, 2, 1, 0], [0, 1, 3, 2], [0, 3, 1, 2], [2, 3, 0, 1], [3, 0, 2, 1], [1, 0, 2, 3]]
 ORDERS = [
-    ([3], None, [list(order) for order in itertools.permutations(range(3))]),
-    ([2, 2], None, FOUR),
-    ([1, 1, 2], None, FOUR),
+    ([3], [0, 1, 2], [list(order) for order in itertools.permutations(range(3))]),
+    ([2, 2], [0, 1, 2, 3], FOUR),
+    ([1, 1, 2], [0, 1, 2, 3], FOUR),
     ([4], [1, 2, 3], [list(order) for order in itertools.permutations([1, 2, 3])]),
     ([2, 3], [1, 2, 3, 4], [[rank + 1 for rank in order] for order in FOUR]),
 ]
@@ -270,40 +249,27 @@ ORDERS = [
 
 @pytest.mark.parametrize("pending", [False, True])
 @pytest.mark.parametrize(("hosts", "members", "orders"), ORDERS, ids=str)
-def test_it_is_the_last(hosts: list[int], members: list[int] | None, orders: list[list[int]], pending: bool) -> None:
+@on_ranks("hosts")
+def test_it_is_the_last(
+    rank: Rank, hosts: list[int], members: list[int], orders: list[list[int]], pending: bool
+) -> None:
     """A rank joins once the one before has called, and the root has heard of that if it is on another host."""
-    ranks = members or list(range(sum(hosts)))
-    called = {(turn, place): threading.Event() for turn in range(len(orders)) for place in range(len(ranks))}
-
-    with Group(hosts) as group:
-        root = group.contexts[ranks[0]]
-
-        def join_in_turn(rank: Rank, team: int, turn: int, place: int) -> int:
-            """Several hosts: the root tells the others of each rank that joins, by a message."""
-            if place > 0:
-                assert called[turn, place - 1].wait(60)
-            handles = []
-            if pending:
-                array = np.ones(MORE_THAN_TRAVELS_WITH_ITS_ANNOUNCEMENT)
-                handles.append(rank.submit("allreduce", "x", [array], reduce_op=SUM, team=team))
-            before = root.counters()["messages_sent"]
-            joined = rank.context.start_join(team)
-            if len(hosts) > 1:
-                wait_for(lambda: root.counters()["messages_sent"] > before)
-            called[turn, place].set()
-            for handle in handles:
-                rank.finish(handle)
-                assert np.all(array == len(ranks))
-            return finish_join(rank, joined)
-
-        def body(rank: Rank) -> list[int]:
-            team = rank.add_team(members) if members else 0
-            lasts = []
-            for turn, order in enumerate(orders):
-                rank.barrier(f"turn {turn}")
-                if rank.rank in order:
-                    lasts.append(join_in_turn(rank, team, turn, order.index(rank.rank)))
-            return lasts
-
-        lasts = group.run(body)
-    assert [lasts[rank] for rank in ranks] == [[order[-1] for order in orders]] * len(ranks)
+    root = rank.group.contexts[members[0]]
+    team = rank.add_team(members) if len(members) < rank.size else 0
+    for turn, order in enumerate(orders):
+        rank.barrier(f"turn {turn}")
+        if rank.rank not in order:
+            continue
+        place = order.index(rank.rank)
+        if place > 0:
+            rank.await_mark((turn, place - 1))
+        array = np.ones(MORE_THAN_TRAVELS_WITH_ITS_ANNOUNCEMENT)
+        handles = [rank.submit("allreduce", "x", [array], reduce_op=SUM, team=team)] if pending else []
+        before = root.counters()["messages_sent"]
+        joined = rank.context.start_join(team)
+        if len(hosts) > 1:  # the root tells the others of each rank that joins, by a message
+            wait_for(lambda before=before: root.counters()["messages_sent"] > before)  # type: ignore[misc]
+        rank.mark((turn, place))
+        rank.finish(*handles)
+        assert not pending or np.all(array == len(members))
+        assert finish_join(rank, joined) == order[-1]

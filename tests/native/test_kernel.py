@@ -1,7 +1,8 @@
 """Kernels: every SIMD level gives what the contract says, bit for bit as the scalar one, and touches nothing else."""
 
+import itertools
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -31,6 +32,9 @@ class Kernel:
 
     def __init__(self, native: ModuleType, level: str) -> None:
         self._lib, self._ffi, self._level = native.lib, native.ffi, level.encode()
+
+    def __repr__(self) -> str:
+        return self._level.decode()
 
     def __call__(self, what: str, *arguments: Any) -> None:
         """``arguments``: of the shim, arrays as their addresses."""
@@ -65,22 +69,10 @@ class Kernel:
         return sums
 
 
-@pytest.fixture(params=LEVELS)
-def kernel(request: pytest.FixtureRequest, native: ModuleType) -> Kernel:
-    if native.lib.shim_kernel_name(request.param.encode()) == native.ffi.NULL:
-        pytest.skip(f"this machine has no {request.param}")
-    return Kernel(native, request.param)
-
-
-def at_each_level(names: str, rows: Iterable[tuple[Any, ...]]) -> pytest.MarkDecorator:
-    """Cases of one list with the level, so that each of them runs at each level."""
-    every = [(level, *row) for level in LEVELS for row in rows]
-    return pytest.mark.parametrize(["kernel", *names.split()], every, indirect=["kernel"], ids=str)
-
-
-@pytest.fixture
-def scalar(native: ModuleType) -> Kernel:
-    return Kernel(native, "scalar")
+@pytest.fixture(scope="module")
+def kernels(native: ModuleType) -> list[Kernel]:
+    """Of each level that this machine has, the scalar one first."""
+    return [Kernel(native, level) for level in LEVELS if native.lib.shim_kernel_name(level.encode()) != native.ffi.NULL]
 
 
 class Guarded:
@@ -167,122 +159,121 @@ def test_dtypes_have_names_and_sizes_and_reduce_but_for_the_average_of_bool(nati
         assert native.ffi.string(lib.shim_dtype_name(unknown)) == b"unknown"
 
 
-@at_each_level("dtype op", CASES)
-def test_reduce_gives_exact_results_at_all_alignments(kernel: Kernel, scalar: Kernel, dtype: Dtype, op: int) -> None:
+@pytest.mark.parametrize(("dtype", "op"), CASES, ids=str)
+def test_reduce_gives_exact_results_at_all_alignments(kernels: list[Kernel], dtype: Dtype, op: int) -> None:
     """Payload and sign of a NaN are the scalar kernel's, too, but where there were two NaN to choose from."""
     rng = np.random.default_rng([dtype.code, op])
     size = dtype.storage.itemsize
-    for count in (*COUNTS, 2000):
-        for src_count in (1, 2, 3, 5):
-            is_plain = dtype.name == "bool" or op in oracle.BITS
-            scale = 1.0 if is_plain else [1.0, 0.5, -1 / 3][(count + src_count) % 3]
-            misalign, store = int(rng.integers(0, 64)), [ORDINARY, STREAM][src_count % 2]
-            sources = [placed(dtype, random_values(dtype, count, rng), misalign + i) for i in range(src_count)]
+    for count, src_count in itertools.product((*COUNTS, 2000), (1, 2, 3, 5)):
+        is_plain = dtype.name == "bool" or op in oracle.BITS
+        scale = 1.0 if is_plain else [1.0, 0.5, -1 / 3][(count + src_count) % 3]
+        misalign, store = int(rng.integers(0, 64)), [ORDINARY, STREAM][src_count % 2]
+        sources = [placed(dtype, random_values(dtype, count, rng), misalign + i) for i in range(src_count)]
+        wanted, by_scalar = oracle.reduce(dtype, op, sources, scale), np.empty(count, dtype.storage)
+        kernels[0].reduce(dtype, op, sources, by_scalar, scale=scale)
+        exact = ~oracle.nan_and_nan(dtype, op, sources, scale)
+        odd = size // 2 if dtype.name in COMPLEX and src_count == 5 else 0  # at the alignment of its parts
+        odd = int(rng.integers(0, size)) if src_count == 3 else odd  # where it can never be aligned
+        for kernel in kernels:
             dst = Guarded(dtype, count, int(rng.integers(0, 64)))
-            odd = size // 2 if dtype.name in COMPLEX and src_count == 5 else 0  # at the alignment of its parts
-            odd = int(rng.integers(0, size)) if src_count == 3 else odd  # where it can never be aligned
             copy = Guarded(dtype, count, int(rng.integers(0, 63 // size + 1)) * size + odd)
             kernel.reduce(dtype, op, sources, dst.array, copy=copy.array, scale=scale, store=store)
-            note = (count, src_count, scale, store)
-            assert_bits(dtype, dst.array, oracle.reduce(dtype, op, sources, scale), note)
+            note = (kernel, count, src_count, scale, store)
+            assert_bits(dtype, dst.array, wanted, note)
             assert dst.array.tobytes() == copy.array.tobytes(), note
             assert dst.is_intact() and copy.is_intact(), note
-            expected = np.empty_like(dst.array)
-            scalar.reduce(dtype, op, sources, expected, scale=scale)
-            assert_bits(dtype, dst.array, expected, note, ~oracle.nan_and_nan(dtype, op, sources, scale))
+            assert_bits(dtype, dst.array, by_scalar, note, exact)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES.values(), *COMPLEX.values()], ids=str)
-def test_reduce_in_place_of_any_source(kernel: Kernel, dtype: Dtype) -> None:
+def test_reduce_in_place_of_any_source(kernels: list[Kernel], dtype: Dtype) -> None:
     op, rng = oracle.PRODUCT if dtype.name in COMPLEX else oracle.SUM, np.random.default_rng(3)
-    for count in (5, 300, 5000):
-        for place in range(3):
-            for scale in (1.0,) if dtype.name == "bool" else (1.0, 0.25):
-                sources = [random_values(dtype, count, rng) for _ in range(3)]
-                expected = oracle.reduce(dtype, op, sources, scale)
-                kernel.reduce(dtype, op, sources, sources[place], scale=scale)
-                assert_bits(dtype, sources[place], expected, (count, place, scale))
+    scales = (1.0,) if dtype.name == "bool" else (1.0, 0.25)
+    for count, place, scale in itertools.product((5, 300, 5000), range(3), scales):
+        given = [random_values(dtype, count, rng) for _ in range(3)]
+        expected = oracle.reduce(dtype, op, given, scale)
+        for kernel in kernels:
+            sources = [each.copy() for each in given]
+            kernel.reduce(dtype, op, sources, sources[place], scale=scale)
+            assert_bits(dtype, sources[place], expected, (kernel, count, place, scale))
 
 
 @by_store
 @pytest.mark.parametrize("dtype", [*DTYPES.values(), *COMPLEX.values()], ids=str)
-def test_scale_gives_the_exact_result(kernel: Kernel, dtype: Dtype, store: int) -> None:
+def test_scale_gives_the_exact_result(kernels: list[Kernel], dtype: Dtype, store: int) -> None:
     op, rng = oracle.PRODUCT if dtype.name in COMPLEX else oracle.SUM, np.random.default_rng(4)
-    for count in (*COUNTS, 5000):
-        for scale in (1.0,) if dtype.name == "bool" else (1.0, 0.1, -2.0):
-            src = placed(dtype, random_values(dtype, count, rng), int(rng.integers(0, 8)))
-            expected = src.copy() if scale == 1.0 else oracle.reduce(dtype, op, [src], scale)
+    scales = (1.0,) if dtype.name == "bool" else (1.0, 0.1, -2.0)
+    for count, scale in itertools.product((*COUNTS, 5000), scales):
+        given = random_values(dtype, count, rng)
+        expected = given if scale == 1.0 else oracle.reduce(dtype, op, [given], scale)
+        for kernel in kernels:
+            src = placed(dtype, given, int(rng.integers(0, 8)))
             dst = Guarded(dtype, count, int(rng.integers(0, 64)))
             kernel.scale(dtype, dst.array, src, scale=scale, store=store)
-            assert_bits(dtype, dst.array, expected, (count, scale))
+            assert_bits(dtype, dst.array, expected, (kernel, count, scale))
             assert dst.is_intact()
             kernel.scale(dtype, src, src, scale=scale, store=store)
-            assert_bits(dtype, src, expected, (count, scale, "in place"))
+            assert_bits(dtype, src, expected, (kernel, count, scale, "in place"))
 
 
 @by_store
-def test_copy_and_exchange_move_every_byte_and_no_other(kernel: Kernel, store: int) -> None:
+def test_copy_and_exchange_move_every_byte_and_no_other(kernels: list[Kernel], store: int) -> None:
     """An exchange takes what was in the slot and leaves what is given."""
     byte, rng = DTYPES["uint8"], np.random.default_rng(6)
-    for count in [*range(0, 70), 127, 128, 129, 255, 256, 257, 1000, 1279, 1281, 4099]:
-        for misalign in (0, 1, 8, 17, 33, 63):
-            given = placed(byte, rng.integers(0, 256, count, dtype=np.uint8), int(rng.integers(0, 64)))
-            there = rng.integers(0, 256, count, dtype=np.uint8)
-            out, slot = Guarded(byte, count, int(rng.integers(0, 64))), Guarded(byte, count, misalign, there)
-            kernel("exchange", out.array, slot.array, given, count, store)
-            assert (out.array == there).all() and out.is_intact(), (count, misalign)
-            assert (slot.array == given).all() and slot.is_intact(), (count, misalign)
-            copy = Guarded(byte, count, misalign)
-            kernel("copy", copy.array, given, count, store)
-            assert (copy.array == given).all() and copy.is_intact(), (count, misalign)
+    counts = [*range(0, 70), 127, 128, 129, 255, 256, 257, 1000, 1279, 1281, 4099]
+    for kernel, count, misalign in itertools.product(kernels, counts, (0, 1, 8, 17, 33, 63)):
+        given = placed(byte, rng.integers(0, 256, count, dtype=np.uint8), int(rng.integers(0, 64)))
+        there = rng.integers(0, 256, count, dtype=np.uint8)
+        out, slot = Guarded(byte, count, int(rng.integers(0, 64))), Guarded(byte, count, misalign, there)
+        kernel("exchange", out.array, slot.array, given, count, store)
+        assert (out.array == there).all() and out.is_intact(), (kernel, count, misalign)
+        assert (slot.array == given).all() and slot.is_intact(), (kernel, count, misalign)
+        copy = Guarded(byte, count, misalign)
+        kernel("copy", copy.array, given, count, store)
+        assert (copy.array == given).all() and copy.is_intact(), (kernel, count, misalign)
 
 
+EVERYTHING = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
+"""The bits of every 16-bit float."""
 HALVES, WIDES = ["float16", oracle.BFLOAT16], ["float32", "float64"]
 CONVERSIONS = [pair for half in HALVES for wide in WIDES for pair in ((half, wide), (wide, half))]
 
 
 @by_store
 @pytest.mark.parametrize(("to_name", "from_name"), CONVERSIONS)
-def test_convert_gives_exact_results(kernel: Kernel, scalar: Kernel, to_name: str, from_name: str, store: int) -> None:
-    """Payload and sign of a NaN are the scalar kernel's."""
+def test_convert_gives_exact_results(kernels: list[Kernel], to_name: str, from_name: str, store: int) -> None:
+    """Of values of all kinds, and of every 16-bit float; payload and sign of a NaN are the scalar kernel's."""
     to, origin = DTYPES[to_name], DTYPES[from_name]
     rng = np.random.default_rng([6, to.code, origin.code])
-    for count in (*COUNTS, 5000):
-        for scale in (1.0, 1 / 3, -2.0, 2.0**-20):
-            src = placed(origin, random_values(origin, count, rng), int(rng.integers(0, 8)))
-            dst, expected = Guarded(to, count, int(rng.integers(0, 64))), np.empty(count, to.storage)
+    half = origin if origin.is_half else to
+    every = (
+        EVERYTHING.view(half.storage) if half is origin else oracle.convert(origin, half, EVERYTHING.view(half.storage))
+    )
+    for values, scale in itertools.product(
+        [*(random_values(origin, count, rng) for count in (*COUNTS, 5000)), every], (1.0, 1 / 3, -2.0, 2.0**-20)
+    ):
+        src, by_scalar = placed(origin, values, int(rng.integers(0, 8))), np.empty(len(values), to.storage)
+        kernels[0].convert(to, by_scalar, origin, src, scale=scale)
+        assert_bits(to, by_scalar, oracle.convert(to, origin, src, scale), (len(values), scale))
+        for kernel in kernels:
+            dst = Guarded(to, len(values), int(rng.integers(0, 64)))
             kernel.convert(to, dst.array, origin, src, scale=scale, store=store)
-            assert_bits(to, dst.array, oracle.convert(to, origin, src, scale), (count, scale))
+            assert dst.array.tobytes() == by_scalar.tobytes(), (kernel, len(values), scale)
             assert dst.is_intact()
-            scalar.convert(to, expected, origin, src, scale=scale)
-            assert dst.array.tobytes() == expected.tobytes(), (count, scale)
-
-
-@pytest.mark.parametrize("wide_name", WIDES)
-@pytest.mark.parametrize("half_name", HALVES)
-def test_every_16_bit_float_survives_being_widened_and_narrowed(kernel: Kernel, half_name: str, wide_name: str) -> None:
-    half, wide = DTYPES[half_name], DTYPES[wide_name]
-    everything = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).view(half.storage)
-    widened, back = np.empty(1 << 16, wide.storage), np.empty_like(everything)
-    kernel.convert(wide, widened, half, everything)
-    kernel.convert(half, back, wide, widened)
-    assert_bits(half, back, everything, "round trip")
-    plain = widened[np.isfinite(widened)]
-    assert len(np.unique(plain)) == len(plain) - 1  # the two zeros
 
 
 @pytest.mark.parametrize("half_name", HALVES)
-def test_every_narrowing_of_a_16_bit_float_rounds_to_nearest_even(kernel: Kernel, half_name: str) -> None:
+def test_every_narrowing_of_a_16_bit_float_rounds_to_nearest_even(kernels: list[Kernel], half_name: str) -> None:
     """x times 1 is not multiplied, so a factor near 1 drives all of them through the rounding."""
     dtype = DTYPES[half_name]
-    everything = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).view(dtype.storage)
+    everything = EVERYTHING.view(dtype.storage)
     result = np.empty_like(everything)
-    kernel.reduce(dtype, oracle.SUM, [everything], result)
-    assert_bits(dtype, result, everything, "identity")
     last = 2**-11 if half_name == "float16" else 2**-8
-    for scale in (1 + last, 1 - last, 2**-1, 2**-10, 2**-24, 3 * last / 2, 1.001, 2.0, 1e5, 1e30):
-        kernel.scale(dtype, result, everything, scale=scale)
-        assert_bits(dtype, result, oracle.reduce(dtype, oracle.SUM, [everything], scale), scale)
+    for scale in (1.0, 1 + last, 1 - last, 2**-1, 2**-10, 2**-24, 3 * last / 2, 1.001, 2.0, 1e5, 1e30):
+        expected = everything if scale == 1.0 else oracle.reduce(dtype, oracle.SUM, [everything], scale)
+        for kernel in kernels:
+            kernel.reduce(dtype, oracle.SUM, [everything], result, scale=scale)
+            assert_bits(dtype, result, expected, (kernel, scale))
 
 
 SCALED = [
@@ -297,62 +288,69 @@ SCALED = [
 
 
 @pytest.mark.parametrize("case", SCALED, ids=str)
-def test_scaled_integers_truncate_once_and_saturate(kernel: Kernel, case: tuple[str, int, float, int, int]) -> None:
+def test_scaled_integers_truncate_once_and_saturate(
+    kernels: list[Kernel], case: tuple[str, int, float, int, int]
+) -> None:
     dtype_name, value, scale, divisor, expected = case
     dtype = DTYPES[dtype_name]
     src = np.full(77, value, dtype=dtype.storage)
     dst = np.empty_like(src)
-    kernel.reduce(dtype, oracle.SUM, [src], dst, scale=scale, divisor=divisor)
-    assert (dst == expected).all()
-    kernel.scale(dtype, dst, src, scale=scale, divisor=divisor)
-    assert (dst == expected).all()
+    for kernel in kernels:
+        kernel.reduce(dtype, oracle.SUM, [src], dst, scale=scale, divisor=divisor)
+        assert (dst == expected).all(), kernel
+        kernel.scale(dtype, dst, src, scale=scale, divisor=divisor)
+        assert (dst == expected).all(), kernel
 
 
 @by_store
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
-def test_integers_are_divided_as_integers(kernel: Kernel, dtype: Dtype, store: int) -> None:
+def test_integers_are_divided_as_integers(kernels: list[Kernel], dtype: Dtype, store: int) -> None:
     rng = np.random.default_rng([11, dtype.code])
-    for count in (*COUNTS, 5000):
-        for divisor in (1, 2, 3, 7, 49, 1000, 2**31 - 1):
-            sources = [random_values(dtype, count, rng) for _ in range(3)]
-            total = oracle.reduce(dtype, oracle.SUM, sources)
-            quotients = [abs(value) // divisor * (1 if value >= 0 else -1) for value in total.tolist()]
-            expected = np.array(quotients, dtype=dtype.storage)
-            dst, copy = np.empty(count, dtype.storage), Guarded(dtype, count, 0)
+    for count, divisor in itertools.product((*COUNTS, 5000), (1, 2, 3, 7, 49, 1000, 2**31 - 1)):
+        sources = [random_values(dtype, count, rng) for _ in range(3)]
+        total = oracle.reduce(dtype, oracle.SUM, sources)
+        quotients = [abs(value) // divisor * (1 if value >= 0 else -1) for value in total.tolist()]
+        expected = np.array(quotients, dtype=dtype.storage)
+        for kernel in kernels:
+            dst, copy, own = np.empty(count, dtype.storage), Guarded(dtype, count, 0), total.copy()
             kernel.reduce(dtype, oracle.SUM, sources, dst, copy=copy.array, divisor=divisor, store=store)
-            assert (dst == expected).all() and (copy.array == expected).all() and copy.is_intact(), (count, divisor)
-            kernel.scale(dtype, total, total, divisor=divisor, store=store)
-            assert (total == expected).all(), (count, divisor, "in place")
+            note = (kernel, count, divisor)
+            assert (dst == expected).all() and (copy.array == expected).all() and copy.is_intact(), note
+            kernel.scale(dtype, own, own, divisor=divisor, store=store)
+            assert (own == expected).all(), (*note, "in place")
 
 
-@at_each_level("dtype", [(dtype,) for dtype in FLOATS])
-def test_scalar_products_and_pairs_are_computed_in_double_in_one_order(kernel: Kernel, dtype: Dtype) -> None:
-    for count in (*COUNTS, 1023, 1024, 1025, 3001):
-        for misalign in (0, dtype.storage.itemsize):
-            rng = np.random.default_rng([13, dtype.code, count])
-            values = [oracle.convert_values(dtype, rng.standard_normal(count)) for _ in range(2)]
-            a, b = (placed(dtype, value, misalign) for value in values)
-            assert (kernel.dots(dtype, a, b) == oracle.dots(dtype, a, b)).all(), count
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_scalar_products_and_pairs_are_computed_in_double_in_one_order(kernels: list[Kernel], dtype: Dtype) -> None:
+    for count, misalign in itertools.product((*COUNTS, 1023, 1024, 1025, 3001), (0, dtype.storage.itemsize)):
+        rng = np.random.default_rng([13, dtype.code, count])
+        values = [oracle.convert_values(dtype, rng.standard_normal(count)) for _ in range(2)]
+        a, b = (placed(dtype, value, misalign) for value in values)
+        sums = oracle.dots(dtype, a, b)
+        for kernel in kernels:
+            assert (kernel.dots(dtype, a, b) == sums).all(), (kernel, count)
             assert (a == values[0]).all() and (b == values[1]).all()
-            a, b = (random_values(dtype, count, rng) for _ in range(2))
-            for factors in ((1.0, 1.0), (0.5, 0.5), (0.3, -1.7)):
+        a, b = (random_values(dtype, count, rng) for _ in range(2))
+        for factors in ((1.0, 1.0), (0.5, 0.5), (0.3, -1.7)):
+            wanted = oracle.combine_pair(dtype, a, b, factors)
+            for kernel in kernels:
                 room, other = Guarded(dtype, count, misalign, a), placed(dtype, b, misalign)
                 kernel("combine", dtype.code, room.array, other, count, *factors)
                 assert room.is_intact() and other.tobytes() == b.tobytes()
-                assert_bits(dtype, room.array, oracle.combine_pair(dtype, a, b, factors), (count, factors))
+                assert_bits(dtype, room.array, wanted, (kernel, count, factors))
 
 
-def test_scalar_products_are_added_to_what_was_there_and_carry_what_is_not_finite(kernel: Kernel) -> None:
+def test_scalar_products_are_added_to_what_was_there_and_carry_what_is_not_finite(kernels: list[Kernel]) -> None:
     large = np.full(9, 2.0**100, np.float32)  # its square is beyond float32
-    sums = kernel.dots(DTYPES["float32"], large, -large, (2.0**200, 0, 1))
-    assert sums.tolist() == [-8 * 2.0**200, 9 * 2.0**200, 9 * 2.0**200]
     halves = np.full(3000, 60000, np.float16)
-    assert kernel.dots(DTYPES["float16"], halves, halves).tolist() == [3000 * 60000.0**2] * 3
-    for dtype in (DTYPES[name] for name in ("float16", "float32", "float64")):
-        for at in (0, 13, 29):
-            a, b = np.ones(30, dtype.storage), np.ones(30, dtype.storage)
+    for kernel in kernels:
+        sums = kernel.dots(DTYPES["float32"], large, -large, (2.0**200, 0, 1))
+        assert sums.tolist() == [-8 * 2.0**200, 9 * 2.0**200, 9 * 2.0**200], kernel
+        assert kernel.dots(DTYPES["float16"], halves, halves).tolist() == [3000 * 60000.0**2] * 3, kernel
+        for name, at in itertools.product(("float16", "float32", "float64"), (0, 13, 29)):
+            a, b = np.ones(30, name), np.ones(30, name)
             a[at] = np.inf
-            assert kernel.dots(dtype, a, b).tolist() == [np.inf, np.inf, 30]
+            assert kernel.dots(DTYPES[name], a, b).tolist() == [np.inf, np.inf, 30], kernel
             b[at] = np.nan
-            sums = kernel.dots(dtype, a, b)
-            assert np.isnan(sums[[0, 2]]).all() and sums[1] == np.inf
+            sums = kernel.dots(DTYPES[name], a, b)
+            assert np.isnan(sums[[0, 2]]).all() and sums[1] == np.inf, kernel

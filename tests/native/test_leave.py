@@ -12,7 +12,7 @@ from horo.core import context as _core
 from horo.errors import AbortedError
 
 SUM = _core.REDUCE_OPS["sum"]
-ROUNDS = 40 if native_build.FLAVOUR else 100
+ROUNDS = 20 if native_build.FLAVOUR else 100
 TOLD_WITHIN_S = 15
 GRACE_S = 2
 """LEAVE_GRACE_MS of the core."""
@@ -91,7 +91,7 @@ def test_a_batch_that_runs_is_finished_by_a_rank_that_leaves(rank: Rank, leaver:
 
 @pytest.mark.parametrize("leaver", [1, 2, 3])
 @pytest.mark.parametrize("submits", [False, True])
-@on_ranks([1, 1, 1, 1], times=50, within_s=TOLD_WITHIN_S, log_level=5)
+@on_ranks([1, 1, 1, 1], times=ROUNDS // 2, within_s=TOLD_WITHIN_S, log_level=5)
 def test_all_of_a_tree_of_hosts_are_told_of_a_leaver_in_its_middle(rank: Rank, leaver: int, submits: bool) -> None:
     """Host 3 hangs below host 2, so the message of its parent's end must not look like a loss."""
     array = np.full(1000, rank.rank + 1, np.float64)

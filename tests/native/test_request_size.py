@@ -4,6 +4,7 @@ import native_build
 import numpy as np
 import pytest
 from ranks import Rank, describe, on_ranks, run_ranks
+from test_gather import gather
 
 from horo.core import context
 from horo.errors import UsageError
@@ -26,16 +27,12 @@ def request_of(byte_count: int, rank: int = 0) -> context.RequestBuffer:
 
 
 @pytest.mark.parametrize("byte_count", [REQUEST_MAX + 1, 65 << 20])
-def test_a_request_that_could_not_travel_is_refused_with_its_size(byte_count: int) -> None:
-    request = request_of(byte_count)
-
-    def body(rank: Rank) -> None:
-        if rank.rank == 1:
-            with pytest.raises(UsageError, match=f"takes {byte_count} bytes.* at most {REQUEST_MAX}.* several groups"):
-                rank.context.submit(request)
-        assert rank.allreduce(np.ones(3)).tolist() == [2.0] * 3
-
-    run_ranks(body, [1, 1])
+@on_ranks([1, 1])
+def test_a_request_that_could_not_travel_is_refused_with_its_size(rank: Rank, byte_count: int) -> None:
+    if rank.rank == 1:
+        with pytest.raises(UsageError, match=f"takes {byte_count} bytes.* at most {REQUEST_MAX}.* several groups"):
+            rank.context.submit(request_of(byte_count))
+    assert rank.allreduce(np.ones(3)).tolist() == [2.0] * 3
 
 
 @pytest.fixture(scope="module")
@@ -67,18 +64,6 @@ def run(rank: Rank, op: str, name: str, shape: tuple[int, ...], **options: int) 
     rank.context.run(context.RequestBuffer.of(context.OPS[op], name, [tensor], sync=True, **options))
 
 
-def gather(rank: Rank, name: str, shape: tuple[int, ...]) -> list[int]:
-    tensor = context.Tensor(64, 64, shape, context.DTYPES["float32"])
-    handle = rank.context.submit(context.RequestBuffer.of(context.OPS["allgather"], name, [tensor]))
-    try:
-        rank.context.wait(handle)
-        data, first_dims = rank.context.take_result(handle, 0)
-    finally:
-        rank.context.release(handle)
-    assert len(data) == 0
-    return list(first_dims)
-
-
 @pytest.mark.parametrize("shape", EMPTY, ids=str)
 @on_ranks(*LAYOUTS)
 def test_a_tensor_without_elements_is_reduced_and_broadcast(rank: Rank, shape: tuple[int, ...]) -> None:
@@ -91,8 +76,8 @@ def test_a_tensor_without_elements_is_reduced_and_broadcast(rank: Rank, shape: t
 @on_ranks(*LAYOUTS)
 def test_rows_without_elements_are_gathered(rank: Rank) -> None:
     for rows in ((0,), (HUGE, HUGE, 0), (0, HUGE, HUGE, HUGE)):
-        assert gather(rank, f"g{rows}", (rank.rank + 1, *rows)) == [r + 1 for r in range(rank.size)]
-    assert gather(rank, "none", (0, HUGE)) == [0] * rank.size
+        assert gather(rank, [(rank.rank + 1, *rows)], "float32") == [r + 1 for r in range(rank.size)]
+    assert gather(rank, [(0, HUGE)], "float32") == [0] * rank.size
 
 
 @pytest.mark.parametrize(

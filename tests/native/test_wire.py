@@ -9,6 +9,7 @@ import pytest
 import wire_oracle as oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_build import FLAVOUR
 from wire_oracle import Request, Tensor
 
 from horo.core import context
@@ -145,7 +146,7 @@ messages = st.one_of(
 )
 
 
-@settings(max_examples=600)
+@settings(max_examples=150 if FLAVOUR else 600)
 @given(data=messages)
 def test_every_message_is_read_and_written_as_the_same_bytes(wire: Wire, data: bytes) -> None:
     assert wire.status(data) == OK

@@ -177,7 +177,7 @@ static void free_parts(struct hr_engine *engine) {
 
 static hr_status init_parts(struct hr_engine *engine, struct hr_team *world, const horo_setup *setup,
                             struct hr_error *error) {
-    HR_TRY(hr_lane_create(engine, &engine->lane_setup, world, &engine->lanes[0], error));
+    HR_TRY(hr_lane_create(&engine->lane_setup, world, &engine->lanes[0], error));
     struct hr_drive *drive = &engine->drive;
     hr_drive_add(drive, &engine->leaving.part, &hr_part_end, engine);
     hr_drive_add(drive, &engine->submissions, &SUBMISSIONS, engine);
@@ -204,6 +204,7 @@ hr_status hr_engine_init(struct hr_engine *engine, struct hr_team *world, const 
         .node = node,
         .lane_setup =
             {
+                .engine = engine,
                 .leader.drive = &engine->drive,
                 .leader.handlers = on_message,
                 .leader.fusion_bytes = setup->fusion_bytes,

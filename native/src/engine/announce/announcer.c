@@ -9,7 +9,7 @@
 /* The knowledge of this rank of a tensor with an id, in one allocation. */
 struct hr_known {
     struct hr_request *pending; /* announced by this id and not done */
-    uint64_t hash;              /* of its key, which is all of bytes: the name's, or of an ordered call that of bytes */
+    uint64_t hash;              /* of its key, which is all of bytes */
     int is_call;
     uint32_t id;
     uint32_t byte_count; /* at most HR_WIRE_MESSAGE_MAX */
@@ -44,8 +44,14 @@ int hr_announcer_is_idle(const struct hr_announcer *announcer) {
     return announcer->id_count == 0 && hr_buffer_size(&announcer->out) == 0;
 }
 
+/* Of the canonical form: that of the name, which is there already, tells most of them apart. */
+static uint64_t hash_of(const struct hr_request *request) {
+    return hr_request_is_call(request) ? hr_hash((const char *)request->bytes, request->byte_count)
+                                       : request->name_hash;
+}
+
 static struct hr_known *find(const struct hr_announcer *announcer, const struct hr_request *request) {
-    return hr_map_find(&announcer->known, request->known_hash, (const char *)request->bytes, request->byte_count);
+    return hr_map_find(&announcer->known, hash_of(request), (const char *)request->bytes, request->byte_count);
 }
 
 int hr_announcer_knows(struct hr_announcer *announcer, struct hr_request *request) {
@@ -60,13 +66,11 @@ int hr_announcer_knows(struct hr_announcer *announcer, struct hr_request *reques
 
 int hr_announcer_put_id(struct hr_announcer *announcer, const struct hr_request *request, size_t carried) {
     if (carried > 0) { /* the values are packed where they travel */
-        uint8_t *room;
-        size_t mark;
+        struct hr_buffer *out = &announcer->out;
         HR_TRY(hr_announcer_write_ids(announcer)); /* ordered calls are counted as they come */
-        HR_TRY(hr_frame_begin(&announcer->out, &mark));
-        HR_TRY(hr_wire_put_data(&announcer->out, request->announced_id, carried, &room));
-        hr_carried_pack(announcer->team, &request->call, room);
-        hr_frame_end(&announcer->out, mark);
+        HR_TRY(hr_frame_put(out, &(struct hr_wire_message){
+                                     .type = HR_WIRE_DATA, .id = request->announced_id, .data_bytes = carried}));
+        hr_carried_pack(announcer->team, &request->call, out->data + out->end - carried);
         return HORO_OK;
     }
     if (request->rows.count > 0) {
@@ -184,7 +188,7 @@ static int create_known(struct hr_announcer *announcer, const struct hr_request 
     }
     memcpy(known->bytes, request->bytes, request->byte_count);
     known->pending = NULL;
-    known->hash = request->known_hash;
+    known->hash = hash_of(request);
     known->is_call = hr_request_is_call(request);
     known->id = id;
     known->byte_count = (uint32_t)request->byte_count;

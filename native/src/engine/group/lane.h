@@ -36,6 +36,7 @@ struct hr_absence {
 
 /* The values that all lanes of a rank begin with. */
 struct hr_lane_setup {
+    struct hr_engine *engine;
     struct hr_leader_setup leader;
     const struct hr_executor_ops *executor_ops;
     struct hr_requests *requests;
@@ -69,8 +70,8 @@ struct hr_lane {
  * another lane is opened by the driver, when all ranks have agreed on its id, to run with these values (NULL: with its
  * own). HORO_OK, or a status with *error set.
  */
-int hr_lane_create(struct hr_engine *engine, const struct hr_lane_setup *setup, struct hr_team *team,
-                   struct hr_lane **lane, struct hr_error *error);
+int hr_lane_create(const struct hr_lane_setup *setup, struct hr_team *team, struct hr_lane **lane,
+                   struct hr_error *error);
 int hr_lane_open(struct hr_lane *lane, int32_t id, const uint64_t *values, struct hr_error *error);
 /* The driver, when the team is removed: nothing more is moved on its links, and its partition is left. */
 void hr_lane_close(struct hr_lane *lane);

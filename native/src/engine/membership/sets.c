@@ -69,7 +69,7 @@ static int create_lane(struct hr_engine *engine, const horo_team_setup *setup, s
         hr_team_destroy(team);
         return status;
     }
-    return hr_lane_create(engine, &engine->lane_setup, team, lane, error);
+    return hr_lane_create(&engine->lane_setup, team, lane, error);
 }
 
 int hr_sets_add(struct hr_engine *engine, const horo_team_setup *setup, int64_t *handle, struct hr_error *error) {

@@ -127,11 +127,6 @@ static hr_status check_call(const horo_request *call, struct hr_error *error) {
     return HORO_OK;
 }
 
-static void set_hashes(struct hr_request *request, int is_call) {
-    request->name_hash = hr_hash(request->call.name, request->name_bytes) + (uint64_t)is_call;
-    request->known_hash = is_call ? hr_hash((const char *)request->bytes, request->byte_count) : request->name_hash;
-}
-
 int hr_request_is_call(const struct hr_request *request) {
     return (request->call.flags & HORO_SUBMIT_ORDERED) != 0;
 }
@@ -158,6 +153,7 @@ static hr_status copy_call(const horo_request *call, size_t byte_count, size_t r
         .call = *call,
         .owners = 1,
         .name_bytes = name_bytes,
+        .name_hash = hr_hash(call->name, name_bytes),
         .submit_ns = hr_now_ns(),
         .bytes = (uint8_t *)name + name_room,
         .byte_count = byte_count,
@@ -178,7 +174,6 @@ static hr_status copy_call(const horo_request *call, size_t byte_count, size_t r
     memcpy(name, call->name, name_bytes + 1);
     request->call.name = name;
     request->call.tensors = tensors;
-    set_hashes(request, 0);
     atomic_init(&request->status, HORO_IN_PROGRESS);
     *out = request;
     return HORO_OK;
@@ -369,7 +364,7 @@ hr_status hr_port_add(struct hr_requests *requests, struct hr_request *request) 
     struct hr_port *port = request->port;
     if (hr_request_is_call(request)) {
         request->name_bytes = hr_name_call(++port->call_count, (char *)request->bytes - HR_CALL_NAME_BYTES);
-        set_hashes(request, 1);
+        request->name_hash = hr_hash(request->call.name, request->name_bytes) + 1; /* that of no name */
         *(port->calls == NULL ? &port->calls : &port->last_call->next_call) = request;
         port->last_call = request;
         port->next_call = port->next_call == NULL ? request : port->next_call;

@@ -62,7 +62,6 @@ struct hr_request {
     horo_request call; /* its pointers point into this allocation, but for those of tensors that hold data */
     struct hr_request *next_call; /* of an ordered one: the next ordered call of its port that is not done */
     uint64_t name_hash;
-    uint64_t known_hash; /* of the announcer, which knows it by `bytes`: the name's, or of a call that of `bytes` */
     size_t name_bytes;
     int64_t data_bytes; /* of all its tensors here */
     int64_t submit_ns;

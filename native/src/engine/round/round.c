@@ -116,9 +116,9 @@ int hr_round_take_up(struct hr_round *round) {
     return 1;
 }
 
-enum hr_round_end hr_round_look(struct hr_round *round) {
-    round->is_given_up |= round->team->node->looks_at_all; /* this rank is about to sleep */
-    return round->is_given_up ? hr_round_close_mine(round) : end_of(round, atomic_load(word_of(round)));
+enum hr_round_end hr_round_look(const struct hr_round *round) {
+    const int sleeps = round->team->node->looks_at_all; /* in a moment */
+    return sleeps ? hr_round_close_mine(round) : end_of(round, atomic_load(word_of(round)));
 }
 
 enum hr_round_end hr_round_close_mine(const struct hr_round *round) {
@@ -131,13 +131,13 @@ enum hr_round_end hr_round_close_mine(const struct hr_round *round) {
     return end;
 }
 
-int64_t hr_round_due_ns(struct hr_round *round, int64_t now_ns) {
-    if (round->request == NULL) {
-        return HR_NEVER;
+int64_t hr_round_due_ns(const struct hr_round *round, int64_t now_ns) {
+    const int64_t due_ns = round->request == NULL ? HR_NEVER : round->request->submit_ns + HR_ROUND_LIMIT_NS;
+    if (now_ns < due_ns) {
+        return due_ns;
     }
-    const int64_t due_ns = round->request->submit_ns + HR_ROUND_LIMIT_NS;
-    round->is_given_up |= now_ns >= due_ns;
-    return round->is_given_up ? HR_NEVER : due_ns;
+    (void)hr_round_close_mine(round);
+    return HR_NEVER;
 }
 
 int hr_round_is_ahead(const struct hr_round *round) {
@@ -178,7 +178,6 @@ int hr_round_collect_rows(struct hr_round *round, struct hr_wire_rows *rows) {
 struct hr_request *hr_round_leave(struct hr_round *round, int is_complete) {
     struct hr_request *request = round->request;
     round->request = NULL;
-    round->is_given_up = 0;
     round->is_taken_up = 0;
     round->rounds += is_complete != 0;
     return request;

@@ -46,7 +46,6 @@ struct hr_round {
     struct hr_request *request; /* that this rank is counted in for; NULL: none */
     uint64_t place;             /* that the log has until the request is over */
     uint64_t rounds;            /* completed in the team; this rank executes the last one, or has */
-    int is_given_up;            /* it is to be closed */
     int is_taken_up;            /* its ordered call has been counted */
     struct hr_buffer out, rows; /* scratch */
 };
@@ -62,14 +61,14 @@ int hr_round_may_enter(const struct hr_round *round, uint64_t place, uint32_t id
 int hr_round_show_rows(struct hr_round *round, const struct hr_request *request, int is_ahead);
 /* Counts this rank in: 1, or 0 where the request is to be announced. */
 int hr_round_enter(struct hr_round *round, struct hr_request *request, uint64_t place);
-/* The state of the round of this rank. It is closed where this rank is about to sleep, or it has lasted too long. */
-enum hr_round_end hr_round_look(struct hr_round *round);
+/* The state of the round of this rank, which is closed where this rank is about to sleep. */
+enum hr_round_end hr_round_look(const struct hr_round *round);
 /* Whether it is complete with an ordered call, which the leader is to count: once. */
 int hr_round_take_up(struct hr_round *round);
 /* Closes it, unless it is complete. */
 enum hr_round_end hr_round_close_mine(const struct hr_round *round);
-/* The time when it has lasted too long; HR_NEVER: there is none, or it has. */
-int64_t hr_round_due_ns(struct hr_round *round, int64_t now_ns);
+/* The time when it has lasted too long, from which on this closes it; HR_NEVER: there is none, or it has come. */
+int64_t hr_round_due_ns(const struct hr_round *round, int64_t now_ns);
 /* It is complete: whether all ranks have begun ahead, and tell the same rows. */
 int hr_round_is_ahead(const struct hr_round *round);
 /* It is complete: the rows of all ranks, in their order. HORO_OK or a status. */
