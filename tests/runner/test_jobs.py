@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import Flags, Hororun, Launched, kill_all, make_remote_shell, parent_of, port_for_later, shell, wait_until
+from jobs import Flags, Hororun, kill_all, make_remote_shell, parent_of, port_for_later, shell, wait_until
 
 
 def test_ranks_get_their_numbers(hororun: Hororun, where: str) -> None:
@@ -165,15 +165,11 @@ def test_a_host_lost_while_another_is_awaited_ends_the_start(hororun: Hororun, t
     )
     job = hororun.start("-np", "2", "--start-timeout", "1000", "true", where="one:1,two:1")
     wait_until(lambda: said.exists() and b'"version"' in said.read_bytes(), "the host info is on its way")
-    kill_all(behind_a_shell(job, "horo.runner.agent"))
+    agents = job.processes("horo.runner.agent")
+    kill_all(pid for pid in agents if parent_of(parent_of(pid)) == job.process.pid)  # behind a shell
     done = job.finish()
     assert done.returncode == 69
     assert "host one was lost" in done.stderr
-
-
-def behind_a_shell(job: Launched, word: str) -> list[int]:
-    """Processes with the word that a shell has started which hororun has started."""
-    return [pid for pid in job.processes(word) if parent_of(parent_of(pid)) == job.process.pid]
 
 
 def test_what_ranks_leave_behind_is_ended_whatever_it_hides(hororun: Hororun, where: str, flags: Flags) -> None:
