@@ -110,6 +110,15 @@ class Launched:
         texts = [(text or b"").decode("utf-8", "replace") for text in (out, err)]
         return subprocess.CompletedProcess(self.process.args, self.process.returncode, *texts)
 
+    def said_until(self, words: str) -> str:
+        """Its output up to a line with the words."""
+        said = ""
+        while words not in said:
+            line = self.process.stdout.readline().decode()  # type: ignore[union-attr]
+            assert line, f"the job has ended before {words!r}"
+            said += line
+        return said
+
     def processes(self, word: str = "") -> list[int]:
         """Those of its processes whose command line has the word."""
         return [pid for pid, command in marked_processes(self.mark).items() if word in command]

@@ -43,17 +43,6 @@ def finish(job: Launched, code: int = 0) -> CompletedProcess[str]:
     return done
 
 
-def said_until(job: Launched, words: str) -> str:
-    """The output of workers up to a line with the words."""
-    stream, said = job.process.stdout, ""
-    assert stream is not None
-    while words not in said:
-        line = stream.readline().decode()
-        assert line, f"the job has ended before {words!r}"
-        said += line
-    return said
-
-
 def ends(out: str) -> dict[int, int]:
     """The steps that each worker had at its end."""
     return {int(worker): int(steps) for worker, steps in re.findall(r"end (\d+) (\d+)$", out, re.M)}
@@ -83,10 +72,10 @@ def test_the_other_host_goes_on_and_the_lost_one_is_used_again(cluster: Cluster,
     _, b = cluster.hosts
     limits = ("-np", "2", "--min-np", "1", "--blacklist-cooldown-range", "1", "1")
     job = start(cluster, *limits, WORKER, FOREVER, STOP_FILE=str(tmp_path / "stop"))
-    said_until(job, "worker 1 is 1 of 2")
+    job.said_until("worker 1 is 1 of 2")
     kill_all(agents(cluster, b) if victim == "agent" else cluster.processes(b, WORKER))
-    said_until(job, "worker 0 is 0 of 1")
-    said_until(job, "worker 2 is 1 of 2")
+    job.said_until("worker 0 is 0 of 1")
+    job.said_until("worker 2 is 1 of 2")
     done = stop(job, tmp_path / "stop")
     assert ends(done.stdout).keys() == {0, 2} and len(set(ends(done.stdout).values())) == 1
     assert f"worker 2 on {b.name} starts" in done.stderr
@@ -100,12 +89,12 @@ def test_workers_of_an_agent_that_is_stopped_do_not_hold_the_others_up(cluster: 
     limits = ("-np", "3", "--min-np", "1", "--host-timeout", "6", "--blacklist-cooldown-range", "1", "1")
     words = (*limits, WORKER, FOREVER)
     job = cluster.start(*words, where=f"{a.name}:1,{b.name}:2", environment={**PLACES, **told})
-    said_until(job, "worker 2 is 2 of 3")
+    job.said_until("worker 2 is 2 of 3")
     stopped, left = agents(cluster, b), cluster.processes(b, WORKER)
     kill_all(stopped, signal.SIGSTOP)
     try:
-        said_until(job, "worker 0 is 0 of 1")
-        said_until(job, " of 3 at ")
+        job.said_until("worker 0 is 0 of 1")
+        job.said_until(" of 3 at ")
         assert not set(left) & set(cluster.processes(b, WORKER))
     finally:
         kill_all(stopped, signal.SIGCONT)
@@ -118,11 +107,11 @@ def test_others_train_on_with_workers_of_a_stopped_agent_until_they_commit(clust
     limits = ("-np", "2", "--min-np", "1", "--host-timeout", "3", "--blacklist-cooldown-range", "1", "1")
     slow = ("-x", "LEAVE_EVERY=400")  # longer than until another agent would come
     job = start(cluster, *limits, *slow, WORKER, FOREVER, STOP_FILE=str(tmp_path / "stop"))
-    said_until(job, "worker 1 is 1 of 2")
+    job.said_until("worker 1 is 1 of 2")
     stopped = agents(cluster, b)
     kill_all(stopped, signal.SIGSTOP)
     try:
-        said = said_until(job, "worker 0 is 0 of 1")
+        said = job.said_until("worker 0 is 0 of 1")
     finally:
         kill_all(stopped, signal.SIGCONT)
     assert "error" not in said and re.search(r"worker 0 is 0 of 1 at \d*[02468]00$", said.strip())
@@ -134,9 +123,9 @@ def test_ranks_of_a_host_whose_agent_gets_sigterm_leave_in_order(cluster: Cluste
     _, b = cluster.hosts
     limits = ("-np", "2", "--min-np", "1", "--grace-seconds", "60")
     job = start(cluster, *limits, WORKER, FOREVER, STOP_FILE=str(tmp_path / "stop"))
-    said_until(job, "worker 1 is 1 of 2")
+    job.said_until("worker 1 is 1 of 2")
     kill_all(agents(cluster, b), signal.SIGTERM)
-    said = said_until(job, "worker 0 is 0 of 1")
+    said = job.said_until("worker 0 is 0 of 1")
     wait_until(lambda: not agents(cluster, b), "the agent has ended")
     done = stop(job, tmp_path / "stop")
     assert ends(done.stdout).keys() == {0}
@@ -148,10 +137,10 @@ def test_the_half_that_hororun_reaches_goes_on_and_the_other_one_ends(cluster: C
     _, b = cluster.hosts
     told = {"HORO_PEER_TIMEOUT": "4", "STOP_FILE": str(tmp_path / "stop")}
     job = start(cluster, "-np", "2", "--min-np", "1", "--host-timeout", "6", WORKER, FOREVER, **told)
-    said_until(job, "worker 1 is 1 of 2")
+    job.said_until("worker 1 is 1 of 2")
     cluster.cut(b)
     wait_until(lambda: not cluster.processes(b, WORKER), "the other half has ended")
-    said_until(job, "worker 0 is 0 of 1")
+    job.said_until("worker 0 is 0 of 1")
     done = stop(job, tmp_path / "stop")
     assert ends(done.stdout).keys() == {0}
     assert f"{b.name} is lost (host {b.name} has sent nothing for 6 s (--host-timeout))" in done.stderr
@@ -190,16 +179,16 @@ def test_hosts_come_and_go(cluster: Cluster, tmp_path: Path) -> None:
     found = ("--host-discovery-script", f"cat {hosts}")
     prefix = cluster.on(a, ())
     job = Hororun.start(cluster, *words, *found, WORKER, FOREVER, where=None, prefix=prefix, environment=PLACES)
-    said_until(job, "worker 0 is 0 of 1")
+    job.said_until("worker 0 is 0 of 1")
     write(hosts, f"{a.name}:1\n{b.name}:1\n")
-    said_until(job, "worker 1 is 1 of 2")
+    job.said_until("worker 1 is 1 of 2")
     write(hosts, f"# {b.name} goes\n{a.name}:1\n")
-    said_until(job, "worker 0 is 0 of 1")
+    job.said_until("worker 0 is 0 of 1")
     wait_until(lambda: not agents(cluster, b), "the agent of the host has ended")
     write(hosts, f"{b.name}:1\n{a.name}:1\n")
-    said_until(job, "worker 2 is 1 of 2")
+    job.said_until("worker 2 is 1 of 2")
     write(hosts, f"{b.name}:1\n")  # the state is with the rank that stays
-    said_until(job, "worker 2 is 0 of 1")
+    job.said_until("worker 2 is 0 of 1")
     done = stop(job, tmp_path / "stop")
     assert ends(done.stdout).keys() == {2}
     assert f"hororun: {b.name} was found" in done.stderr

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 from jobs import TORCH_S, Hororun, Launched, wait_until
 
+from horo.runner.cli import parse
+from horo.runner.config import JobError
+
 WORKER = str(Path(__file__).with_name("elastic_worker.py"))
 PATIENCE_S = 3 * TORCH_S
 
@@ -52,18 +55,31 @@ def test_a_killed_rank_0_is_replaced_and_the_others_go_on(elastic: Elastic) -> N
     assert re.search(r"^hororun: 2 +3 +\d+\.\d s +3$", err, re.M)
 
 
-def test_fewer_ranks_go_on_and_a_newcomer_joins_while_they_train(elastic: Elastic) -> None:
-    out, err = elastic.train("-np", "2", "--min-np", "1", "2000", "1:10:kill")
-    assert "worker 0 is 0 of 1 at 10" in out  # it does not wait for the newcomer
-    assert re.search(r"worker 0 is 0 of 2 at \d+", out.split("worker 0 is 0 of 1")[1])
-    assert ends(out) == {0: 2000, 2: 2000}
-    assert "generation 3: 2 ranks (workers 0, 2)" in err
+def test_fewer_ranks_go_on_and_a_newcomer_joins_while_they_train(elastic: Elastic, tmp_path: Path) -> None:
+    told = {"STOP_FILE": str(tmp_path / "stop")}
+    job = elastic.start("-np", "2", "--min-np", "1", "--no-prefix", WORKER, "1000000", "1:10:kill", environment=told)
+    job.said_until("worker 0 is 0 of 1 at 10\n")  # it does not wait for the newcomer
+    job.said_until("worker 0 is 0 of 2 at ")
+    (tmp_path / "stop").touch()
+    done = job.finish(PATIENCE_S)
+    assert done.returncode == 0 and ends(done.stdout).keys() == {0, 2}, done.stderr
+    assert len(set(ends(done.stdout).values())) == 1
+    assert "generation 3: 2 ranks (workers 0, 2)" in done.stderr
 
 
-def test_the_lines_of_rank_0_are_those_of_the_lowest_rank_of_each_generation(elastic: Elastic) -> None:
-    out, _ = elastic.train("-np", "2", "--min-np", "2", "--output", "rank0", "20", "0:10:kill")
+def test_the_lines_of_rank_0_are_those_of_the_lowest_rank_of_each_generation_and_each_worker_has_a_file(
+    elastic: Elastic, tmp_path: Path
+) -> None:
+    """And what a rank has left behind has ended before another one takes its place."""
+    words = ("-np", "2", "--min-np", "2", "--output", "rank0", "--output-filename", str(tmp_path))
+    out, _ = elastic.train(*words, "20", "0:10:leave")
     assert "worker 0 is 0 of 2 at 0" in out and "worker 1 is 0 of 2 at 10" in out
     assert "worker 2" not in out and ends(out) == {1: 20}
+    texts = [(tmp_path / f"rank.{worker}" / "stdout").read_text() for worker in range(3)]
+    assert "worker 0 is 0 of 2 at 0" in texts[0]
+    assert "end 1 20" in texts[1] and "end 2 20" in texts[2]
+    child = re.search(r"child (\d+)", out)
+    assert child is not None and not Path(f"/proc/{child[1]}").exists()
 
 
 def test_a_rank_that_hangs_is_killed_and_named_with_its_stack(elastic: Elastic) -> None:
@@ -73,13 +89,6 @@ def test_a_rank_that_hangs_is_killed_and_named_with_its_stack(elastic: Elastic) 
     assert "error 0 StalledError" in out
     assert "hororun: worker 1 (rank 1) does not go on, and is killed" in err
     assert re.search(r"elastic_worker.py\", line \d+ in do$", err, re.M), err
-
-
-def test_processes_of_a_rank_end_before_another_takes_its_place(elastic: Elastic) -> None:
-    out, _ = elastic.train("-np", "2", "--min-np", "2", "30", "1:10:leave")
-    child = re.search(r"child (\d+)", out)
-    assert child is not None and not Path(f"/proc/{child[1]}").exists()
-    assert ends(out) == {0: 30, 2: 30}
 
 
 def test_ranks_that_die_before_init_are_replaced(elastic: Elastic) -> None:
@@ -141,9 +150,7 @@ def test_a_worker_that_had_to_leave_is_no_cause_of_the_end(elastic: Elastic, tmp
     script.chmod(0o755)
     words = ("--host-discovery-script", str(script), "--elastic-timeout", "2", "--json-report", str(file))
     job = elastic.start("-np", "2", "--min-np", "2", *words, WORKER, "1000000", where=None)
-    assert job.process.stdout is not None
-    while b"of 2 at 0" not in (line := job.process.stdout.readline()):
-        assert line, "the job has ended before it trained"
+    job.said_until("of 2 at 0")
     fewer.touch()
     done = job.finish(PATIENCE_S)
     assert done.returncode == 75, done.stderr
@@ -201,17 +208,14 @@ def stderr_of(job: Launched) -> int:
     return job.process.stderr.fileno()
 
 
-def test_each_worker_has_a_file(elastic: Elastic, tmp_path: Path) -> None:
-    words = ("-np", "2", "--min-np", "2", "--output-filename", str(tmp_path))
-    elastic.train(*words, "20", "0:10:kill")
-    texts = [(tmp_path / f"rank.{worker}" / "stdout").read_text() for worker in range(3)]
-    assert "worker 0 is 0 of 2 at 0" in texts[0]
-    assert "end 1 20" in texts[1] and "end 2 20" in texts[2]
-
-
 def test_commands_that_are_no_ranks_end_as_in_any_job(elastic: Elastic) -> None:
     assert elastic.start("-np", "2", "--min-np", "1", "echo", "hi").finish().returncode == 0
     assert elastic.start("-np", "2", "--min-np", "1", "false").finish().returncode == 1
+
+
+def test_more_ranks_than_slots_are_refused(elastic: Elastic) -> None:
+    done = elastic.start("-np", "2", "--min-np", "1", "--max-np", "9", "true").finish()
+    assert done.returncode == 2 and "up to 9 ranks (--max-np, or else -np) need as many slots" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -224,10 +228,9 @@ def test_commands_that_are_no_ranks_end_as_in_any_job(elastic: Elastic) -> None:
         (("-np", "2", "--max-np", "3"), "--max-np is for an elastic job: add --min-np N"),
         (("-np", "2", "--elastic-timeout", "1"), "--elastic-timeout is for an elastic job"),
         (("-np", "2", "--min-np", "1", "--no-torch-env"), "--no-torch-env is not for an elastic job"),
-        (("-np", "2", "--min-np", "1", "--max-np", "9"), "up to 9 ranks (--max-np, or else -np) need as many slots"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(elastic: Elastic, words: tuple[str, ...], sentence: str) -> None:
-    job = elastic.start(*words, "true").finish()
-    assert job.returncode == 2
-    assert sentence in job.stderr
+def test_options_that_do_not_fit_are_refused(words: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(JobError) as caught:
+        parse([*words, "-H", "localhost:8", "true"], environment={})
+    assert sentence in str(caught.value)

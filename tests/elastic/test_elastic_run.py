@@ -75,6 +75,12 @@ def test_a_sharded_job_goes_on_when_all_ranks_of_an_agent_die_in_a_commit(tmp_pa
     assert all(result["own_bytes"] == 0 for result in found.values())
 
 
+def test_a_sharded_job_goes_on_when_a_rank_dies_while_owners_write(tmp_path: Path) -> None:
+    found, _ = run(tmp_path, Plan({1: (6, "inside step")}, every=4, sharding="optimizer"), 3)
+    assert sorted(found) == [0, 2]
+    assert all(result["own_bytes"] == 0 for result in found.values())
+
+
 @pytest.mark.parametrize("place", ["backward", "commit"])
 def test_a_dead_rank_is_replaced_and_the_newcomer_has_the_state_of_the_others(tmp_path: Path, place: str) -> None:
     found, seats = run(tmp_path, Plan({0: (3, place)}, every=3, awaits=1), 2, replace=True)

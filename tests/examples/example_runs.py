@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from jobs import port_for_later
 from rank_pool import RankPool
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -62,7 +63,8 @@ def start(
 
 def forked(script: str, *arguments: str, ranks: int = 2) -> list[tuple[object, str]]:
     """What a script gives ``sys.exit()`` on each rank (0: it has come to its end), and what it prints."""
-    pool = RankPool(ranks, init=False)
+    place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port_for_later())}
+    pool = RankPool(ranks, init=False, environment=place)
     try:
         return pool.run(_run_here, str(ROOT / "examples" / script), arguments, deadline_s=LIMIT_SECONDS)
     finally:
@@ -71,6 +73,7 @@ def forked(script: str, *arguments: str, ranks: int = 2) -> list[tuple[object, s
 
 def _run_here(path: str, arguments: tuple[str, ...]) -> tuple[object, str]:
     sys.argv = [path, *arguments]
+    os.environ["RANK"] = os.environ["HOROVOD_RANK"]  # as hororun sets it for torch
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):

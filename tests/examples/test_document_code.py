@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from document_blocks import HOW_TO, PAGES, Block, blocks_of, python_blocks, runs_here
-from example_runs import LIMIT_SECONDS, ROOT, forked, launcher, start
+from example_runs import LIMIT_SECONDS, ROOT, forked, start
 from jobs import port_for_later
 from rank_pool import RankPool
 
@@ -60,10 +60,10 @@ def test_python_blocks_run_on_two_ranks() -> None:
     for block in blocks:
         block.compiled()
     rank = str(Path(__file__).with_name("document_rank.py"))
-    done = start([*launcher("hororun", 2), rank, *map(str, PAGES)])
+    (end, said), other = forked(rank, *map(str, PAGES))
     expected = sum(map(runs_here, blocks))
     assert expected >= 10
-    assert done.stdout.splitlines()[-1] == f"{expected} blocks"
+    assert (end, said.splitlines()[-1], other[0]) == (0, f"{expected} blocks", 0)
 
 
 def script(name: str, folder: Path, page: str = "how-to/from-ddp.md") -> str:
@@ -74,11 +74,7 @@ def script(name: str, folder: Path, page: str = "how-to/from-ddp.md") -> str:
 
 
 def test_the_script_with_ddp_and_the_one_with_horo_print_the_same_loss(tmp_path: Path) -> None:
-    path = Path(script("ddp", tmp_path))
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port_for_later())}
-    place_of_torchrun = f"import os\nos.environ.update({place}, RANK=os.environ['HOROVOD_RANK'])\n"
-    path.write_text(place_of_torchrun + path.read_text())
-    ddp, horo = ("".join(text for _, text in forked(each)) for each in (str(path), script("horo", tmp_path)))
+    ddp, horo = ("".join(text for _, text in forked(script(name, tmp_path))) for name in ("ddp", "horo"))
     assert re.fullmatch(r"loss \d\.\d{6}\n", ddp) and re.fullmatch(r"loss \d\.\d{6}\n", horo)
     assert float(horo.split()[1]) == pytest.approx(float(ddp.split()[1]), abs=2e-6)
 

@@ -1,7 +1,6 @@
 """The examples train on any number of ranks, and print the lines that a page that shows them has."""
 
 import functools
-import os
 import re
 import sys
 from importlib.util import find_spec
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from example_runs import ROOT, forked, launcher, start
-from jobs import as_users_start
 from skips import whole
 
 
@@ -93,13 +91,16 @@ DIGITS = str(ROOT / "examples" / "digits.py")
 @functools.cache
 def lines_of(launcher_name: str, ranks: int) -> tuple[str, ...]:
     """Progress and result of three epochs; the first line, which names the ranks, is left out."""
-    command = [*launcher(launcher_name, ranks), DIGITS, "--epochs", "3"]
-    done = start(command, environment=os.environ if launcher_name == "python" else as_users_start())
-    return tuple(line for line in done.stdout.splitlines() if line.startswith(("epoch", "test accuracy")))
+    words = [DIGITS, "--epochs", "3"]
+    if launcher_name == "forked":
+        ((_, printed),) = forked(*words, ranks=ranks)
+    else:
+        printed = start([*launcher(launcher_name, ranks), *words]).stdout
+    return tuple(line for line in printed.splitlines() if line.startswith(("epoch", "test accuracy")))
 
 
 def test_one_process_learns_the_digits() -> None:
-    *progress, result = lines_of("python", 1)
+    *progress, result = lines_of("forked", 1)
     assert [line.split()[1] for line in progress] == ["1/3", "2/3", "3/3"]
     match = re.fullmatch(r"test accuracy: (0\.\d{4}) \((\d+) of 360 images\)", result)
     assert match
@@ -110,7 +111,7 @@ def test_one_process_learns_the_digits() -> None:
 
 @pytest.mark.parametrize(("launcher_name", "ranks"), [("hororun", 2), pytest.param("torchrun", 2, marks=whole)])
 def test_ranks_print_the_lines_of_one_process(launcher_name: str, ranks: int) -> None:
-    assert lines_of(launcher_name, ranks) == lines_of("python", 1)
+    assert lines_of(launcher_name, ranks) == lines_of("forked", 1)
 
 
 def test_missing_scikit_learn_is_one_sentence() -> None:

@@ -38,7 +38,7 @@ def leave_behind(gpu: Gpu, stream: int) -> ctypes.c_int:
         assert gpu.counts()["pinned"] == 1
         own.close()
         gpu.await_program()
-        gates.append(gpu.hold(stream))
+        gates.append(gpu.hold_stream(stream))
 
     with recorded_stderr(), Group((1,)) as group:
         group.run(body)
@@ -46,10 +46,10 @@ def leave_behind(gpu: Gpu, stream: int) -> ctypes.c_int:
 
 
 def test_what_the_default_stream_stands_in_front_of_goes_when_that_goes_on(gpu: Gpu) -> None:
-    """However long that takes, and with as little on the stream: a mark, whose event is the third."""
+    """However long that takes, and with as little on the stream: a mark, whose event is the second."""
     gate = leave_behind(gpu, 0)
     counts = gpu.counts()
-    assert [counts[name] for name in ("pinned", "contexts", "events")] == [1, 1, 3]
+    assert [counts[name] for name in ("pinned", "contexts", "events")] == [1, 1, 2]
     gpu.open(gate)
     wait_for(lambda: gpu.counts()["contexts"] == 0)
 
@@ -89,7 +89,7 @@ def test_a_staged_request_may_be_released_while_its_results_go_back(rank: Rank, 
 @on_ranks((1,))
 def test_a_second_thread_that_takes_results_waits_for_the_first_to_begin_their_copy(rank: Rank, gpu: Gpu) -> None:
     own = OnGpu(rank, gpu)
-    other = gpu.stream()
+    other = gpu.make_stream()
     handle, _, target = own.submit("allreduce", "x", THOUSAND, reduce_op=context.REDUCE_OPS["average"], postscale=2.0)
     own.context.wait(handle)
     found = []

@@ -26,12 +26,12 @@ def test_values_are_taken_behind_the_programs_work_and_it_goes_on_behind_the_res
     def body(rank: Rank) -> np.ndarray:
         own = OnGpu(rank, gpu, default_stream=default_stream)
         array = np.full(length, rank.rank, np.float32)
-        gate = gpu.hold(own.stream)
+        gate = gpu.hold_stream(own.stream)
         handle, source, target = own.submit("allreduce", "x", array, reduce_op=context.REDUCE_OPS["sum"])
         assert not rank.context.poll(handle)
         gpu.open(gate)
         own.finish(handle)
-        gpu.add(own.stream, target, array, 0.5)
+        gpu.add_floats(own.stream, target, array.nbytes, 0.5)
         again, _, _ = own.submit("allreduce", "barrier", np.zeros(1, np.float32), reduce_op=1)
         own.finish(again)
         gpu.synchronize(own.stream)
@@ -108,7 +108,7 @@ def test_neither_values_nor_results_pass_a_stream_that_is_captured(rank: Rank, g
 def test_a_graph_that_is_captured_meanwhile_stays_whole(gpu: Gpu) -> None:
     """The program captures on a stream of its own, in the mode in which any other call ends the capture."""
 
-    captured = gpu.stream()
+    captured = gpu.make_stream()
 
     def body(rank: Rank) -> None:
         own = OnGpu(rank, gpu)
@@ -134,7 +134,7 @@ def test_a_rank_that_leaves_while_values_are_on_their_way_waits_for_the_driver(g
 
     def body(rank: Rank) -> OnGpu:
         own = OnGpu(rank, gpu)
-        gates.append(gpu.hold(own.stream))
+        gates.append(gpu.hold_stream(own.stream))
         own.submit("allreduce", "x", np.ones(4, np.float32), reduce_op=1)
         return own
 
@@ -155,7 +155,7 @@ def test_a_loss_ends_requests_whose_values_are_still_on_their_way(gpu: Gpu) -> N
             submitted.wait(60)
             rank.context.end("ValueError: bad batch")
             return own
-        gate = gpu.hold(own.stream)
+        gate = gpu.hold_stream(own.stream)
         handle, _, _ = own.submit("allreduce", "x", np.ones(4, np.float32), reduce_op=1)
         submitted.set()
         with pytest.raises(GroupError, match="bad batch"):

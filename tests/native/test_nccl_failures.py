@@ -231,7 +231,7 @@ def test_a_rank_that_leaves_waits_for_its_gpu(gpu: Gpu, nccl: Nccl, is_told_behi
 
     def body(rank: Rank) -> OnGpu:
         own = on_gpu(rank, gpu, nccl)
-        gates.append(gpu.hold(own.stream))
+        gates.append(gpu.hold_stream(own.stream))
         own.finish(begin(own, "x")[0])
         return own
 

@@ -3,15 +3,11 @@
 import logging
 import os
 import re
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +15,7 @@ from descriptors import open_descriptors
 from fabric import close_setup
 from jobs import port_for_later, wait_until
 from joining import SECRET, environments, join_all, run_threads, serving
+from rank_pool import RankPool
 
 from horo.bootstrap.host.grouping import group_ranks
 from horo.bootstrap.host.identity import Identity, read_identity
@@ -208,33 +205,26 @@ def test_a_rank_that_waits_long_for_one_that_has_begun_says_so_and_goes_on(
     assert run_threads([lambda rank=rank: gather(rank) for rank in ranks]) == [[b"0", b"1"]] * 2  # type: ignore[misc]
 
 
-def test_rank_0_hosts_where_no_agent_does_and_init_process_group_shares_the_port(tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import torch.distributed as dist
-            from horo.bootstrap.job import start
-            job = start()
-            dist.init_process_group("gloo")
-            dist.barrier()
-            dist.destroy_process_group()
-            job.close()
-            print(job.rank, job.hosts)
-            """
-        ),
-        encoding="utf-8",
-    )
-    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port_for_later()), "OMP_NUM_THREADS": "1"}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [
-        subprocess.Popen([sys.executable, str(script)], env={**os.environ, **told, "RANK": str(rank)}, **pipes)
-        for rank in range(2)
-    ]
-    for rank, process in enumerate(processes):
-        output, errors = process.communicate(timeout=90)
-        assert process.returncode == 0, errors
-        assert output == f"{rank} ((0, 1),)\n"
+def start_beside_gloo(place: dict[str, str]) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    """What a rank that torch's variables place finds, with a process group of torch's beside it."""
+    from horo.bootstrap.job import start  # noqa: PLC0415 - in a rank
+
+    rank = os.environ["HOROVOD_RANK"]
+    for name in [name for name in os.environ if name.startswith("HORO")]:
+        del os.environ[name]
+    os.environ.update(place, RANK=rank)
+    job = start()
+    torch_distributed.init_process_group("gloo")
+    torch_distributed.barrier()
+    torch_distributed.destroy_process_group()
+    job.close()
+    return job.rank, job.hosts
+
+
+def test_rank_0_hosts_where_no_agent_does_and_init_process_group_shares_the_port() -> None:
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port_for_later())}
+    with RankPool(2, init=False) as pool:
+        assert pool.run(start_beside_gloo, place) == [(rank, ((0, 1),)) for rank in range(2)]
 
 
 INFO = PeerInfo.of(Launch("none", 0, 1, "h"), Config(), read_identity(None), "10.0.0.1", "1+abi1")

@@ -289,41 +289,6 @@ def test_a_step_that_raises_on_one_rank_is_an_error_on_all(error: type[BaseExcep
     assert bits_of(model) == bits_of(plain)
 
 
-@on("ranks2")
-def test_a_step_that_raises_leaves_ranks_in_step_if_only_some_have_made_an_optimizer_of_the_base_class() -> None:
-    """Torch puts hooks around ``step`` when the first optimizer of a class is made, here for a step inside a step."""
-
-    class Base(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            return super().step(closure)
-
-    class Raises(Base):
-        raises = False
-
-        def step(self, closure: Any = None) -> Any:
-            result = super().step(closure)
-            if self.raises:
-                raise RuntimeError("of this rank")
-            return result
-
-    (model, optimizer), (plain, its) = pair = make_pair(lambda parameters: Raises(parameters, lr=0.1))
-    if hvd.rank() == 1:
-        Base([torch.zeros(1)], lr=0.1)
-    train_pair(pair, range(STEPS))
-    optimizer.zero_grad()
-    make_loss(model, hvd.rank(), 7).backward()
-    optimizer.raises = hvd.rank() == 1
-    with pytest.raises(RuntimeError if optimizer.raises else AbortedError):
-        optimizer.step()
-    optimizer.raises = False
-    with pytest.raises(UsageError, match="may be of two steps"):
-        optimizer.step()
-    model.load_state_dict(copy.deepcopy(plain.state_dict()))
-    optimizer.load_state_dict(copy.deepcopy(its.state_dict()))
-    train_pair(pair, range(3, 9))
-    assert bits_of(model) == bits_of(plain)
-
-
 @pytest.mark.parametrize("where", ["entry", "exit"])
 def test_ctrl_c_while_a_rank_meets_the_others(where: str, tmp_path: Path) -> None:
     def check(flag: Path, written: Path) -> None:

@@ -241,8 +241,8 @@ for step, batch in enumerate(torch.utils.data.DataLoader(Data()), 1):
     optimizer.step()
     stats = hvd.stats()
     assert (stats.steps, stats.total.steps) == (step, step - 1)
-    assert hvd.size() == 1 or stats.last.bytes >= 72 * (step > 1)
-    assert hvd.size() == 2 and step > 10 or stats.slowest is None
+    assert stats.last.bytes >= 72 * (step > 1)
+    assert step > 10 or stats.slowest is None
     assert 0 <= stats.last.waiting <= stats.last.seconds and stats.peak_memory > 0
 
 if sys.argv[1] == "loader":
@@ -271,18 +271,11 @@ def test_a_slow_loader_on_one_rank_is_on_the_card_and_in_the_report(hororun: Hor
     assert seen["step"]["seconds"] == pytest.approx(step["seconds"], rel=0.1)
 
 
-def test_one_rank_alone_has_a_card_without_others(hororun: Hororun, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(TRAIN)
-    done = hororun.start("-np", "1", "--", str(script), "alone", environment={"HORO_SUMMARY": "1"}).finish(3 * TORCH_S)
-    assert done.returncode == 0, done.stderr
-    assert "1 rank on 1 host, 20 steps" in done.stderr and "waiting for" not in done.stderr
-
-
 def test_a_rank_short_of_data_is_on_the_card_of_the_job_that_fails_of_it(hororun: Hororun, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
-    done = hororun.start("-np", "2", "--summary", "--", str(script), "short").finish(3 * TORCH_S)
+    words = ("-np", "2", "--", str(script), "short")
+    done = hororun.start(*words, environment={"HORO_SUMMARY": "1"}).finish(3 * TORCH_S)
     assert done.returncode == 1, done.stderr
     line = next(each for each in done.stderr.splitlines() if each.startswith("  ranks "))
     assert line.split(None, 1)[1].startswith("rank 0 was in step 13, train.py, line ")

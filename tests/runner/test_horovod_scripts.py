@@ -55,7 +55,7 @@ print(hvd.gloo_built(), gloo_built(), hvd.gloo_enabled(), total.item(), sys.argv
 """
 PRINTED = [
     "['optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize()']",
-    "True True True {size}.0 {arguments}",
+    "True True True 2.0 ['5']",
 ]
 FAKE = "__version__ = 'another'\nprint('the Horovod that is installed')\n"
 
@@ -89,7 +89,7 @@ def test_a_script_of_horovods_runs_unchanged(
     words = ["--horovod", "--no-prefix", "-np", "2", *command, "5"]
     environment = {"PYTHONPATH": in_front(tmp_path / "installed")}
     done = hororun.start(*words, where=where, cwd=tmp_path, environment=environment).finish(TORCH_S)
-    expected = [line.format(size=2, arguments=["5"]) for line in PRINTED]
+    expected = PRINTED
     if command[-1] == "short.py":  # which says that it has not called init()
         expected = ["0.28.1 ['5']"]
     else:
@@ -129,13 +129,13 @@ def test_without_the_option_horovod_is_what_is_installed(hororun: Hororun, tmp_p
     assert done.stdout == "the Horovod that is installed\n"
 
 
-def test_python_m_horo_horovod(old_script: str, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("old_script")
+def test_python_m_horo_horovod(tmp_path: Path) -> None:
     (tmp_path / "short.py").write_text(SHORT_SCRIPT)
-    for form, printed in ((["old.py"], PRINTED), (["-m", "short"], ["0.28.1 {arguments}"])):
+    for form in (["short.py"], ["-m", "short"]):
         words = ["-m", "horo.horovod", *form, "--lr", "1"]
         done = run_python(*words, cwd=tmp_path, environment={"PYTHONPATH": in_front(tmp_path / "installed")})
-        assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout.splitlines() == [line.format(size=1, arguments=["--lr", "1"]) for line in printed]
+        assert (done.returncode, done.stdout, done.stderr) == (0, "0.28.1 ['--lr', '1']\n", "")
 
 
 FLAGS = [

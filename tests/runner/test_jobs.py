@@ -128,16 +128,6 @@ def test_ctrl_c_interrupts_first_then_terminates_then_kills(hororun: Hororun, wh
     assert "hororun: SIGINT: ranks 0-2 were ended\n" in done.stderr
 
 
-def test_a_second_signal_kills_at_once(hororun: Hororun, where: str, flags: Flags) -> None:
-    script = "trap 'flag term' INT; flag up; while :; do sleep 0.05; done"
-    job = hororun.start("-np", "2", "--grace-seconds", "1000", *shell(script, flags), where=where)
-    flags.wait(["up.0", "up.1"])
-    job.process.send_signal(signal.SIGINT)
-    flags.wait(["term.0", "term.1"])
-    job.process.send_signal(signal.SIGINT)
-    assert job.finish().returncode == 130
-
-
 STUBBORN = "trap '' TERM INT HUP; (trap '' TERM; setsid sleep 300) & flag up; while :; do sleep 1; done"
 
 
@@ -219,16 +209,13 @@ def test_no_secret_is_on_a_command_line(hororun: Hororun, where: str, flags: Fla
     job.finish()
 
 
-def test_exports_reach_every_host(hororun: Hororun, where: str) -> None:
-    done = hororun.run("-np", "3", "-x", "FRESH=a b", "-x", "INHERITED", "--cycle-time-ms", "3",
-                       *shell('echo "$FRESH $INHERITED $HORO_CYCLE_TIME"'), where=where,
-                       environment={"INHERITED": "c", "HORO_CYCLE_TIME": "1"})  # fmt: skip
-    assert sorted(done.stdout.splitlines()) == ["[0] a b c 3", "[1] a b c 3", "[2] a b c 3"]
-
-
-def test_ranks_read_nothing_and_start_where_hororun_was_called(hororun: Hororun, where: str, tmp_path: Path) -> None:
-    done = hororun.run("-np", "2", *shell("cat; pwd"), where=where, cwd=tmp_path)
-    assert sorted(done.stdout.splitlines()) == [f"[0] {tmp_path}", f"[1] {tmp_path}"]
+def test_exports_reach_every_host(hororun: Hororun, where: str, tmp_path: Path) -> None:
+    """And ranks read nothing, and start where hororun was called."""
+    exports = ["-x", "FRESH=a b", "-x", "INHERITED", "--cycle-time-ms", "3"]
+    script = shell('echo "$(cat) $FRESH $INHERITED $HORO_CYCLE_TIME $(pwd)"')
+    environment = {"INHERITED": "c", "HORO_CYCLE_TIME": "1"}
+    done = hororun.run("-np", "3", *exports, *script, where=where, cwd=tmp_path, environment=environment)
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}]  a b c 3 {tmp_path}" for rank in range(3)]
 
 
 def test_a_command_that_cannot_run_is_one_sentence(hororun: Hororun, where: str, tmp_path: Path) -> None:
@@ -242,6 +229,8 @@ def test_a_command_that_cannot_run_is_one_sentence(hororun: Hororun, where: str,
         "./data.txt": (126, "is not executable"), "./bad-line": (127, "an interpreter that does not exist"),
         "./no-line": (126, "neither a program nor a script"), str(tmp_path): (126, "is a folder"),
     }  # fmt: skip
+    if where.startswith("one"):  # agents try commands as hororun does
+        cases = {name: cases[name] for name in ("no-such-command", "./bad-line")}
     for command, (code, fact) in cases.items():
         done = hororun.run("-np", "2", command, where=where, cwd=tmp_path)
         assert (done.returncode, done.stderr.count("\n")) == (code, 1), done.stderr

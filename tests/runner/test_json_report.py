@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from jobs import Flags, Hororun
 
+from horo.runner.cli import main
 from horo.runner.job.json_report import write_report
 
 
@@ -119,15 +120,15 @@ def test_an_elastic_job_without_a_worker_has_all_values(hororun: Hororun, tmp_pa
     ],
 )
 def test_a_file_that_cannot_be_written_is_refused_before_the_job(
-    hororun: Hororun, tmp_path: Path, name: str, words: str
+    tmp_path: Path, name: str, words: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to("elsewhere")
     (tmp_path / "file").touch()
     (tmp_path / "train.py").write_text("print()")
     path = f"{tmp_path}/{name}"
-    done = hororun.run("-np", "1", "--json-report", path, "--", "touch", "ran", cwd=tmp_path)
-    assert done.returncode == 2
-    assert f"hororun: --json-report {path}: {words}" in done.stderr
+    assert main(["-np", "1", "-H", "localhost:1", "--json-report", path, "--", "touch", "ran"]) == 2
+    assert f"hororun: --json-report {path}: {words}" in capfd.readouterr().err
     assert not (tmp_path / "ran").exists()
     assert (tmp_path / "train.py").read_text() == "print()"
 

@@ -248,11 +248,10 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("asked", [("--live",), ()])
-def test_a_job_has_its_line_until_its_card(
-    hororun: Hororun, where: str, script: str, tmp_path: Path, asked: tuple[str, ...]
-) -> None:
+def test_a_job_has_its_line_until_its_card(hororun: Hororun, where: str, script: str, tmp_path: Path) -> None:
+    """Asked for by the option, and of agents by the variable."""
     environment = {"TERM": "xterm", "PYTHONIOENCODING": "utf-8", "LC_ALL": "C.UTF-8"}
+    asked = ["--live"] if "localhost" in where else []
     if not asked:
         environment["HORO_LIVE"] = "1"
     words = ("-np", "2", *asked, "--summary", script, str(tmp_path))
@@ -444,20 +443,23 @@ def test_a_running_job_serves_its_metrics_here_alone(
     assert done.returncode == 0 and f"hororun: metrics at {url}/metrics\n" in done.stderr
 
 
-@pytest.mark.parametrize("request_of_others", [b"", b"GET / HTTP/1.1\r\nX: ", b"\0\xff\r\n\r\n", b"X" * 100_000])
+NO_REQUESTS = [b"", b"GET / HTTP/1.1\r\nX: ", b"\0\xff\r\n\r\n", b"X" * 100_000]
+
+
 def test_clients_that_ask_for_nothing_hold_up_neither_others_nor_the_end(
-    hororun: Hororun, script: str, tmp_path: Path, free_port: int, request_of_others: bytes
+    hororun: Hororun, script: str, tmp_path: Path, free_port: int
 ) -> None:
     job = hororun.start("-np", "1", "--metrics-port", str(free_port), script, str(tmp_path), where="localhost:1")
     try:
         with contextlib.ExitStack() as others:
             wait_until(lambda: is_open(free_port), "the port", every_s=0.1)
-            for _ in range(40):
-                other = others.enter_context(socket.create_connection(("127.0.0.1", free_port), DEADLINE_S))
-                with contextlib.suppress(ConnectionError):
-                    other.sendall(request_of_others)
-            with urllib.request.urlopen(f"http://127.0.0.1:{free_port}", timeout=4) as page:
-                assert page.read().startswith(b"# HELP horo_info")
+            for number, asked in enumerate(NO_REQUESTS):
+                for _ in range(40):
+                    other = others.enter_context(socket.create_connection(("127.0.0.1", free_port), DEADLINE_S))
+                    with contextlib.suppress(ConnectionError):
+                        other.sendall(asked)
+                with urllib.request.urlopen(f"http://127.0.0.1:{free_port}", timeout=4) as page:
+                    assert page.read().startswith(b"# HELP horo_info"), number
             (tmp_path / "go").touch()
             assert job.finish().returncode == 0
     finally:

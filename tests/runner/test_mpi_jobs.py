@@ -94,10 +94,15 @@ def test_the_code_of_a_rank_is_kept(hororun: Hororun, mpirun: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_all_ranks(hororun: Hororun, mpirun: str, flags: Flags, number: signal.Signals) -> None:
+def test_a_signal_ends_all_ranks_whose_variables_are_on_no_command_line(
+    hororun: Hororun, mpirun: str, flags: Flags, number: signal.Signals
+) -> None:
     script = f": > {flags.folder}/up.${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}}; exec sleep 300"
-    job = hororun.start("--mpi", "--mpirun", mpirun, "-np", "2", "--", "sh", "-c", script, where="localhost:2")
+    words = ["--mpi", "--mpirun", mpirun, "-np", "2", "-x", "TOKEN", "--", "sh", "-c", script]
+    job = hororun.start(*words, where="localhost:2", environment={"TOKEN": "do-not-show-me"})
     flags.wait(["up.0", "up.1"])
+    assert len(job.processes()) >= 4  # hororun, its guard, mpirun, two ranks
+    assert job.processes("do-not-show-me") == []
     job.process.send_signal(number)
     done = job.finish()
     assert done.returncode == 128 + number
@@ -114,17 +119,6 @@ def test_kill_9_of_hororun_leaves_nothing(hororun: Hororun, mpirun: str, flags: 
     job.process.kill()
     job.process.wait()
     job.nothing_is_left()
-
-
-def test_no_value_is_on_a_command_line(hororun: Hororun, mpirun: str, flags: Flags) -> None:
-    script = f": > {flags.folder}/up.${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}}; exec sleep 300"
-    words = ["--mpi", "--mpirun", mpirun, "-np", "2", "-x", "TOKEN", "--", "sh", "-c", script]
-    job = hororun.start(*words, where="localhost:2", environment={"TOKEN": "do-not-show-me"})
-    flags.wait(["up.0", "up.1"])
-    assert len(job.processes()) >= 4  # hororun, its guard, mpirun, two ranks
-    assert job.processes("do-not-show-me") == []
-    job.process.terminate()
-    job.finish()
 
 
 def test_a_dry_run_shows_the_command_and_starts_nothing(hororun: Hororun, fake: Path, tmp_path: Path) -> None:

@@ -162,28 +162,30 @@ def test_a_process_of_another_session_with_the_number_of_a_rank_is_left_alone(mo
 
 
 KILLED = """
-import os, signal
-import torch
-import horo.torch as hvd
-
-hvd.init()
-torch.manual_seed(0)
-model = torch.nn.Linear(8, 2)
-optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
-hoard = b"x" * ((200 << 20) * hvd.rank())
-for step in range(1, 31):
-    if step == 26 and hvd.rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    optimizer.zero_grad()
-    model(torch.ones(8)).sum().backward()
-    optimizer.step()
+import os, pathlib, signal, sys, time
+from horo.diagnostics.page import Page
+rank, flag = int(os.environ["HOROVOD_RANK"]), pathlib.Path("waits")
+page = Page(os.environ["HORO_COUNTS_FD"])
+page.begin(size=2, cores=2, ranks_here=2, via="shared memory")
+hoard = b"x" * ((200 << 20) * rank)
+for step in range(1, 26):
+    page.step_begins(step)
+    page.step_ends(step, step - 1, 100_000_000 * (step - 1), 0, 0, 0, 5 << 10, 4, 2)
+if rank == 0:
+    page.step_begins(26)
+    flag.touch()
+    time.sleep(600)
+while not flag.exists():
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_a_rank_that_was_killed_is_on_the_card(hororun: Hororun, tmp_path: Path) -> None:
     script, report = tmp_path / "train.py", tmp_path / "report.json"
     script.write_text(KILLED)
-    done = hororun.start("-np", "2", "--summary", "--json-report", str(report), str(script)).finish(3 * TORCH_S)
+    words = ("-np", "2", "--failure-seconds", "0", "--summary", "--json-report", str(report), str(script))
+    done = hororun.run(*words, cwd=tmp_path)
     assert done.returncode == 137, done.stderr
     told = json.loads(report.read_text())
     ranks = {each["rank"]: each for each in told["ranks"]}

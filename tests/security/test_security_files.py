@@ -213,15 +213,6 @@ def test_no_command_imports_any_module_of_that_name(tmp_path: Path, module: str,
     assert (done.returncode, ran.exists()) == (0, False), done.stderr
 
 
-def test_a_function_of_horo_run_finds_what_lies_beside_its_script(tmp_path: Path) -> None:
-    (tmp_path / "beside.py").write_text("def rank():\n    return 7\n")
-    (tmp_path / "train.py").write_text(
-        "import beside, horo\nif __name__ == '__main__':\n    print(horo.run(beside.rank, np=1))\n"
-    )
-    done = run_python("train.py", cwd=tmp_path)
-    assert done.stdout == "[7]\n", done.stderr
-
-
 def test_agents_do_not_import_from_it_either(hororun: Hororun, tmp_path: Path) -> None:
     ran = plant(tmp_path)
     done = hororun.run("-np", "2", "true", where="one:1,two:1", cwd=tmp_path)

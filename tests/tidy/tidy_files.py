@@ -1,6 +1,8 @@
 """The files of the repository that the tidy checks read, how a finding is written, and words of two checks."""
 
+import ast
 import os
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -17,6 +19,11 @@ def _is_kept(folder: str) -> bool:
     return not folder.startswith(".") or folder in KEPT_DOT_FOLDERS
 
 
+tree_of = cache(ast.parse)
+"""The syntax tree of a file, which several rules walk."""
+
+
+@cache
 def repository_files(*suffixes: str) -> list[Path]:
     """All files below the root with one of the suffixes (all files without), built things left out.
 

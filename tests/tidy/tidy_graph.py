@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tidy_c import COMMENT, LITERAL, code_only, is_static, items
+from tidy_files import tree_of
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"', re.MULTILINE)
 _CALL = re.compile(r"(?<![\w.>])([a-z_]\w*)\s*\(")
@@ -134,7 +135,7 @@ def _prefixes(texts: Mapping[str, str]) -> set[str]:
 
 def imports_of(module: str, text: str, *, is_package: bool = False) -> Iterator[tuple[str, int]]:
     """(dotted name, line) of all imports; of ``from a import b`` the name is ``a.b``."""
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree_of(text)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from tidy_files import NOUN_CLAUSES, finding
+from tidy_files import NOUN_CLAUSES, finding, tree_of
 
 FILE_LINES_MAX = 500
 TEST_FILE_LINES_MAX = 700  # a list of cases is read one at a time
@@ -96,7 +96,7 @@ def check_sizes(path: Path, text: str) -> list[str]:
     limit = TEST_FILE_LINES_MAX if path.parts[0] == "tests" else FILE_LINES_MAX
     if line_count >= limit:
         found.append(finding(path, line_count, f"{line_count} lines; files stay under {limit}"))
-    for node in statements(ast.parse(text)):
+    for node in statements(tree_of(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if ast.get_docstring(node) is not None:
@@ -136,7 +136,7 @@ def check_imports(path: Path, text: str) -> list[str]:
         if _lies_in(path, rule.where) and not any(_lies_in(path, other) for other in rule.unless)
     ]
     found = []
-    for module, line, is_top in imports(ast.parse(text), _dotted(path.parent)):
+    for module, line, is_top in imports(tree_of(text), _dotted(path.parent)):
         for rule in rules:
             names_it = any(_is_within(module, name) for name in rule.what)
             if names_it and (is_top or not rule.lazily):
@@ -153,7 +153,7 @@ def check_rooms(path: Path, text: str) -> list[str]:
             continue
         package = room.rpartition(".")[0]
         allowed = (room, *(f"{package}.{other}" for other in others))
-        for module, line, _ in imports(ast.parse(text), _dotted(path.parent)):
+        for module, line, _ in imports(tree_of(text), _dotted(path.parent)):
             if _is_within(module, package) and not any(_is_within(module, name) for name in allowed):
                 found.append(finding(path, line, f"imports {module}: {room} may import {', '.join(others) or 'none'}"))
     return found
@@ -175,7 +175,7 @@ def _lies_in(path: PurePath, where: str) -> bool:
 def check_docstrings(path: Path, text: str) -> list[str]:
     """A docstring, also one of a variable, begins with its subject or with a verb: no clause stands for a noun."""
     found = []
-    for node in statements(ast.parse(text)):
+    for node in statements(tree_of(text)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             words = node.value.value.split()
             if words and words[0] in NOUN_CLAUSES:
@@ -186,7 +186,7 @@ def check_docstrings(path: Path, text: str) -> list[str]:
 def check_messages(path: Path, text: str) -> list[str]:
     """The message of an error, behind the name of a call (``"join: ..."``), begins as a docstring does, or asks."""
     found = []
-    for node in statements(ast.parse(text)):
+    for node in statements(tree_of(text)):
         if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args):
             continue
         message = node.exc.args[0]
@@ -201,7 +201,7 @@ def check_messages(path: Path, text: str) -> list[str]:
 
 def public_classes(text: str) -> list[str]:
     """The names of a module's own classes that other modules may use."""
-    return [node.name for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name[0] != "_"]
+    return [node.name for node in tree_of(text).body if isinstance(node, ast.ClassDef) and node.name[0] != "_"]
 
 
 def check_environment(path: Path, text: str) -> list[str]:
@@ -212,7 +212,7 @@ def check_environment(path: Path, text: str) -> list[str]:
     if not any(name in text for name in names):
         return []
     found = []
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree_of(text)):
         is_attribute = isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os"
         is_import = isinstance(node, ast.ImportFrom) and node.module == "os" and names & {a.name for a in node.names}
         if is_attribute or is_import:
@@ -222,7 +222,7 @@ def check_environment(path: Path, text: str) -> list[str]:
 
 def check_all(path: Path, text: str) -> list[str]:
     """Every module of the package says in ``__all__`` what it offers."""
-    tree = ast.parse(text)
+    tree = tree_of(text)
     has_code = any(isinstance(n, ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom) for n in tree.body)
     if path.name == "__main__.py" or not has_code:
         return []

@@ -9,6 +9,8 @@ import ast
 import re
 from collections.abc import Iterator
 
+from tidy_files import tree_of
+
 MAX_SENTENCE_WORDS = 35
 MAX_COLUMNS = 120
 
@@ -132,7 +134,7 @@ def check_page(page: str) -> list[Finding]:
 def check_source(source: str) -> list[Finding]:
     """Findings in docstrings, and in the texts that a Python file raises, logs or prints."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node, clean=False)
             if text is not None:

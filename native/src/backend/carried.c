@@ -9,16 +9,8 @@ static const struct hr_codec *codec_of(const horo_request *call) {
     return hr_codec_find(call->tensors[0].dtype, call->tensors[0].wire_dtype);
 }
 
-/* 0 where a tensor of so many values could not be in memory. */
-static size_t value_count(const horo_tensor *tensor, size_t most) {
-    size_t count = 1;
-    for (int d = 0; d < tensor->ndim; d++) {
-        if (tensor->shape[d] == 0 || (uint64_t)tensor->shape[d] > most / count) {
-            return 0;
-        }
-        count *= (size_t)tensor->shape[d];
-    }
-    return count;
+static size_t value_count(const horo_request *call) {
+    return hr_tensor_bytes(&call->tensors[0]) / codec_of(call)->element_bytes;
 }
 
 /* The leader reduces what all ranks of its host carry, one after the other, where a collective would share that out. */
@@ -32,8 +24,7 @@ size_t hr_carried_bytes(const struct hr_team *team, const horo_request *call) {
         hr_dtype_worked_on(call->tensors[0].dtype, call->reduce_op) != call->tensors[0].dtype) {
         return 0;
     }
-    const size_t count = value_count(&call->tensors[0], HR_CARRIED_MAX);
-    const size_t bytes = count == 0 ? 0 : count * codec_of(call)->wire_bytes;
+    const size_t bytes = value_count(call) * codec_of(call)->wire_bytes;
     return bytes <= HR_CARRIED_MAX ? bytes : 0;
 }
 
@@ -63,8 +54,8 @@ static void reduce(const struct hr_team *team, const horo_request *call, const v
 
 void hr_carried_pack(const struct hr_team *team, const horo_request *call, void *packed) {
     const struct hr_codec *codec = codec_of(call);
-    const size_t count = value_count(&call->tensors[0], HR_CARRIED_MAX);
-    hr_codec_pack(codec, team->node->kernel, packed, call->tensors[0].input, count, call->prescale, HR_STORE_ORDINARY);
+    hr_codec_pack(codec, team->node->kernel, packed, call->tensors[0].input, value_count(call), call->prescale,
+                  HR_STORE_ORDINARY);
     if (team->local_size == 1) {
         scale(team, call, packed, hr_scale_by(partial_scale_of(team, call)));
     }
@@ -87,6 +78,5 @@ void hr_carried_reduce(const struct hr_team *team, const horo_request *call, con
 
 void hr_carried_unpack(const struct hr_team *team, const horo_request *call, const void *packed) {
     const struct hr_codec *codec = codec_of(call);
-    hr_codec_unpack(codec, team->node->kernel, call->tensors[0].output, packed,
-                    value_count(&call->tensors[0], HR_CARRIED_MAX));
+    hr_codec_unpack(codec, team->node->kernel, call->tensors[0].output, packed, value_count(call), HR_STORE_ORDINARY);
 }

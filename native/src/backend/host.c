@@ -6,22 +6,16 @@
 #include "base/traits.h"
 #include "collective/collective.h"
 
-/* Scratch of what has a part for each rank. */
-struct parts {
-    struct hr_fused *by_rank; /* [size]; alltoall: what goes to each, and behind it what comes from each */
-    size_t *offsets;          /* allgather: [count]; alltoall: [size * size] bytes from each to each */
-};
-
 struct host_backend {
     struct hr_backend base;
     struct hr_team *team;
     struct hr_piece *pieces; /* [piece_capacity] */
     size_t piece_capacity;
+    struct hr_fused *by_rank; /* [2 * size] a part of each; of an exchange, behind them, what goes to each */
+    size_t *bytes;            /* [size * size] of an exchange, from each to each; NULL before the first one */
     struct hr_work work;
-    int next_kind; /* of a reduction: see kind_of */
-    struct parts parts;
-    struct hr_fused fused; /* of a broadcast */
-    size_t moved_bytes;    /* of all ranks together, of an alltoall their mean; not of an allreduce */
+    int next_kind;         /* of a reduction: see kind_of */
+    size_t moved_bytes;    /* of all ranks together, of an exchange their mean; not of an allreduce */
     struct hr_task *task;  /* the step that runs; NULL: none */
     int has_adasum;        /* the step is run.adasum */
     int is_direct;         /* of a move, and of a reduce-scatter: from the others' memory, not by the slots */
@@ -35,25 +29,6 @@ struct host_backend {
         struct hr_alltoall alltoall;
     } run;
 };
-
-static void end_parts(struct host_backend *host) {
-    free(host->parts.by_rank);
-    free(host->parts.offsets);
-    host->parts = (struct parts){0};
-}
-
-static hr_status begin_parts(struct host_backend *host) {
-    struct parts *parts = &host->parts;
-    const size_t size = (size_t)host->team->size;
-    const int exchanges = hr_op_is(host->work.op, HR_OP_EXCHANGE);
-    parts->by_rank = calloc(exchanges ? 2 * size : size, sizeof *parts->by_rank);
-    parts->offsets = calloc(exchanges ? size * size : host->work.count, sizeof *parts->offsets);
-    if (parts->by_rank == NULL || parts->offsets == NULL) {
-        end_parts(host);
-        return HORO_ERR_RESOURCE;
-    }
-    return HORO_OK;
-}
 
 /* ---- From the others' memory ---- */
 
@@ -129,14 +104,14 @@ static struct hr_fused fuse(const struct host_backend *host, struct hr_piece *pi
 
 /* The vectors have been made. */
 static int begin_scatter(struct host_backend *host, int begins_again) {
-    const struct hr_fused *by_rank = host->parts.by_rank;
+    const struct hr_fused *by_rank = host->by_rank;
     const struct hr_work *work = &host->work;
     const int reduce_op = hr_operation_of(work->reduce_op);
     const struct hr_scale postscale = postscale_of(host, by_rank[0].codec);
-    const size_t done = begins_again ? host->run.direct.summed_bytes : 0;
+    const size_t done = begins_again ? host->run.direct.done : 0;
     /* the sum of a reduce may have taken the place of the root's input, which a second try would need */
     if (work->prescale == 1.0 && by_rank[0].codec->is_plain && work->op != HORO_REDUCE) {
-        const struct hr_move move = {by_rank, host->team->size, by_rank, -1, work->count, 1, {reduce_op, postscale}};
+        const struct hr_move move = {by_rank, host->team->size, by_rank, work->count, 0, 1, {reduce_op, postscale}};
         if (begin_direct(host, &move)) {
             return HR_MOVED;
         }
@@ -149,33 +124,24 @@ static int begin_scatter(struct host_backend *host, int begins_again) {
     return HR_MOVED;
 }
 
-static int begin_rows(struct host_backend *host) {
-    const int kind = take_kind(host);
-    if (kind == KIND_COUNT) {
-        end_parts(host);
-        return HR_DONE;
-    }
-    host->moved_bytes = 0;
-    for (int r = 0; r < host->team->size; r++) {
-        host->parts.by_rank[r] = fuse(host, host->pieces + (size_t)r * host->work.count, kind, r);
-        host->moved_bytes += host->parts.by_rank[r].bytes;
-    }
-    return begin_scatter(host, 0);
-}
-
-static int is_adasum(const struct host_backend *host) {
-    return host->work.op == HORO_ALLREDUCE && host->work.reduce_op == HORO_ADASUM;
-}
-
-static int begin_kind(struct host_backend *host) {
+/* The next kind. */
+static int begin_reduction(struct host_backend *host) {
     const struct hr_work *work = &host->work;
     const int kind = take_kind(host);
     if (kind == KIND_COUNT) {
         return HR_DONE;
     }
+    if (work->op != HORO_ALLREDUCE) {
+        host->moved_bytes = 0;
+        for (int r = 0; r < host->team->size; r++) {
+            host->by_rank[r] = fuse(host, host->pieces + (size_t)r * work->count, kind, r);
+            host->moved_bytes += host->by_rank[r].bytes;
+        }
+        return begin_scatter(host, 0);
+    }
     const struct hr_fused fused = fuse(host, host->pieces, kind, -1);
     host->task = NULL; /* a task that could not begin has nothing to cancel */
-    host->has_adasum = is_adasum(host) && fused.bytes > 0;
+    host->has_adasum = work->reduce_op == HORO_ADASUM && fused.bytes > 0;
     if (host->has_adasum) {
         HR_TRY(hr_adasum_begin(&host->run.adasum, host->team, &fused, work->prescale, work->postscale));
         host->task = &host->run.adasum.task;
@@ -189,126 +155,101 @@ static int begin_kind(struct host_backend *host) {
 
 /* ---- Moves: broadcast, allgather, alltoall, and gather and scatter, which are alltoalls with little to do ---- */
 
-static size_t split_bytes(const struct hr_work *work, int size, int s, size_t i, int d) {
-    if (work->op != HORO_ALLTOALL) {
-        return work->root_rank == (work->op == HORO_GATHER ? d : s) ? work->operands[i].bytes : 0;
+/* The bytes that rank s has of tensor i for rank d. */
+static size_t bytes_for(const struct hr_work *work, int size, int s, size_t i, int d) {
+    const struct hr_operand *operand = &work->operands[i];
+    switch (work->op) {
+    case HORO_ALLGATHER: return (size_t)work->results[i].first_dims[s] * operand->row_bytes;
+    case HORO_ALLTOALL:
+        return (size_t)work->splits[((size_t)s * work->count + i) * (size_t)size + (size_t)d] * operand->row_bytes;
+    default: return work->root_rank == (work->op == HORO_GATHER ? d : s) ? operand->bytes : 0;
     }
-    const size_t place = ((size_t)s * work->count + i) * (size_t)size + (size_t)d;
-    return (size_t)work->splits[place] * work->operands[i].row_bytes;
 }
 
-/*
- * Of an alltoall: what this rank has for each, to[size], what it gets from each, from[size], and the bytes of rank s
- * for rank d, bytes[s * size + d].
- */
-static void lay_out_splits(struct host_backend *host, struct hr_fused *to, struct hr_fused *from, size_t *bytes) {
+/* Of an exchange, the bytes from each to each. */
+static hr_status measure(struct host_backend *host) {
     const struct hr_work *work = &host->work;
-    struct hr_piece *pieces = host->pieces;
-    const int rank = host->team->rank;
     const int size = host->team->size;
-    const struct hr_codec *codec = hr_codec_find(HORO_UINT8, 0);
-    for (int r = 0; r < size; r++) {
-        to[r] = (struct hr_fused){.pieces = pieces + 2 * (size_t)r * work->count, .codec = codec};
-        from[r] = (struct hr_fused){.pieces = to[r].pieces + work->count, .codec = codec};
-        for (int d = 0; d < size; d++) {
-            size_t *pair = &bytes[(size_t)r * (size_t)size + (size_t)d];
+    if (host->bytes == NULL && (host->bytes = malloc((size_t)size * (size_t)size * sizeof *host->bytes)) == NULL) {
+        return HORO_ERR_RESOURCE;
+    }
+    size_t *pair = host->bytes;
+    for (int s = 0; s < size; s++) {
+        for (int d = 0; d < size; d++, pair++) {
             *pair = 0;
             for (size_t i = 0; i < work->count; i++) {
-                *pair += split_bytes(work, size, r, i, d);
+                *pair += bytes_for(work, size, s, i, d);
             }
+            host->moved_bytes += *pair;
         }
     }
-    for (size_t i = 0; i < work->count; i++) {
-        const char *input = work->operands[i].input;
-        char *output = work->op == HORO_ALLTOALL ? work->results[i].data : work->operands[i].output;
-        for (int r = 0; r < size; r++) {
-            struct hr_piece *at = pieces + 2 * (size_t)r * work->count;
-            const size_t sent = split_bytes(work, size, rank, i, r);
-            const size_t received = split_bytes(work, size, r, i, rank);
-            hr_fuse_append(&to[r], at, input, NULL, sent);
-            hr_fuse_append(&from[r], at + work->count, NULL, output, received);
-            input += sent;
-            output += received;
-        }
-    }
+    host->moved_bytes /= (size_t)size;
+    return HORO_OK;
 }
 
-/* Makes the vectors. */
+/* Makes the vectors: what comes from each rank, of my own with its input; of an exchange also what goes to each. */
 static hr_status lay_out_move(struct host_backend *host) {
     const struct hr_work *work = &host->work;
     const int size = host->team->size;
+    const int rank = host->team->rank;
+    const int exchanges = hr_op_is(work->op, HR_OP_EXCHANGE);
+    struct hr_fused *from = host->by_rank;
+    struct hr_fused *to = from + size;
+    for (int v = 0; v < (exchanges ? 2 * size : size); v++) {
+        from[v] = (struct hr_fused){.pieces = host->pieces + (size_t)v * work->count,
+                                    .codec = hr_codec_find(HORO_UINT8, 0)};
+    }
+    for (size_t i = 0; i < work->count; i++) {
+        const char *input = work->operands[i].input;
+        char *output = hr_op_is(work->op, HR_OP_TELLING_ROWS) ? work->results[i].data : work->operands[i].output;
+        struct hr_piece *pieces = host->pieces;
+        for (int r = 0; r < size; r++, pieces += work->count) {
+            const size_t received = bytes_for(work, size, r, i, rank);
+            hr_fuse_append(&from[r], pieces, r == rank ? input : NULL, output, received);
+            output += received;
+            if (exchanges) {
+                const size_t sent = bytes_for(work, size, rank, i, r);
+                hr_fuse_append(&to[r], pieces + (size_t)size * work->count, input, NULL, sent);
+                input += sent;
+            }
+        }
+    }
     host->moved_bytes = 0;
-    if (work->op == HORO_BROADCAST) {
-        host->fused = (struct hr_fused){.pieces = host->pieces, .codec = hr_codec_find(HORO_UINT8, 0)};
-        for (size_t i = 0; i < work->count; i++) {
-            const struct hr_operand *operand = &work->operands[i];
-            hr_fuse_append(&host->fused, host->pieces, operand->input, operand->output, operand->bytes);
-        }
-        host->moved_bytes = host->fused.bytes;
-        return HORO_OK;
+    for (int r = 0; r < size && !exchanges; r++) {
+        host->moved_bytes += from[r].bytes;
     }
-    HR_TRY(begin_parts(host));
-    struct hr_fused *by_rank = host->parts.by_rank;
-    size_t *offsets = host->parts.offsets;
-    if (hr_op_is(work->op, HR_OP_EXCHANGE)) {
-        lay_out_splits(host, by_rank, by_rank + size, offsets);
-        for (int pair = 0; pair < size * size; pair++) {
-            host->moved_bytes += offsets[pair];
-        }
-        host->moved_bytes /= (size_t)size;
-        return HORO_OK;
-    }
-    /* of each rank, its contributions to all tensors as one vector with the places here as outputs */
-    for (int r = 0; r < size; r++) {
-        struct hr_piece *pieces = host->pieces + (size_t)r * work->count;
-        by_rank[r] = (struct hr_fused){.pieces = pieces, .codec = hr_codec_find(HORO_UINT8, 0)};
-        for (size_t i = 0; i < work->count; i++) {
-            const struct hr_gathered *result = &work->results[i];
-            const size_t bytes = (size_t)result->first_dims[r] * work->operands[i].row_bytes;
-            hr_fuse_append(&by_rank[r], pieces, work->operands[i].input, (char *)result->data + offsets[i], bytes);
-            offsets[i] += bytes;
-        }
-        host->moved_bytes += by_rank[r].bytes;
-    }
-    return HORO_OK;
+    return exchanges ? measure(host) : HORO_OK;
 }
 
 /* From the others' memory where that pays, else through the slots, and between hosts. */
 static hr_status begin_move(struct host_backend *host) {
-    const struct hr_fused *by_rank = host->parts.by_rank;
+    const int op = host->work.op;
+    const int exchanges = hr_op_is(op, HR_OP_EXCHANGE);
     struct hr_team *team = host->team;
-    struct hr_move move = {.shown_count = 1, .from = by_rank, .root_rank = -1, .tensors = host->work.count};
-    switch (host->work.op) {
-    case HORO_BROADCAST:
-        move.shown = move.from = &host->fused;
-        move.root_rank = host->work.root_rank;
-        break;
-    case HORO_ALLGATHER:
-        move.shown = &by_rank[team->rank];
-        break;
-    default:
-        move.shown = by_rank;
-        move.shown_count = team->size;
-        move.from = by_rank + team->size;
-    }
+    const struct hr_fused *from = host->by_rank;
+    const struct hr_fused *to = from + team->size;
+    const struct hr_move move = {
+        .shown = exchanges ? to : &from[team->rank],
+        .shown_count = exchanges ? team->size : 1,
+        .from = from,
+        .tensors = host->work.count,
+        .is_gather = op == HORO_ALLGATHER,
+    };
     host->task = NULL;
     if (begin_direct(host, &move)) {
         return HORO_OK;
     }
-    switch (host->work.op) {
-    case HORO_BROADCAST:
-        hr_broadcast_begin(&host->run.broadcast, team, &host->fused, host->work.root_rank);
-        host->task = &host->run.broadcast.segments.task;
-        return HORO_OK;
-    case HORO_ALLGATHER:
-        HR_TRY(hr_allgather_begin(&host->run.allgather, team, by_rank));
-        host->task = &host->run.allgather.segments.task;
-        return HORO_OK;
-    default:
-        HR_TRY(hr_alltoall_begin(&host->run.alltoall, team, by_rank, by_rank + team->size, host->parts.offsets));
+    if (exchanges) {
+        HR_TRY(hr_alltoall_begin(&host->run.alltoall, team, to, from, host->bytes));
         host->task = &host->run.alltoall.segments.task;
-        return HORO_OK;
+    } else if (op == HORO_BROADCAST && team->host_count > 1) {
+        hr_broadcast_begin(&host->run.broadcast, team, &from[host->work.root_rank], host->work.root_rank);
+        host->task = &host->run.broadcast.segments.task;
+    } else { /* on one host, in a broadcast, the others have nothing to gather */
+        HR_TRY(hr_allgather_begin(&host->run.allgather, team, from));
+        host->task = &host->run.allgather.segments.task;
     }
+    return HORO_OK;
 }
 
 /* ---- The table ---- */
@@ -318,9 +259,9 @@ static hr_status host_begin(struct hr_backend *backend, const struct hr_work *wo
     host->work = *work;
     if (hr_op_is(work->op, HR_OP_REDUCTION) && host->team->size == 1) {
         host->work.op = HORO_ALLREDUCE;
-    }
-    if (is_adasum(host) && host->team->size == 1) {
-        host->work.reduce_op = HORO_SUM; /* its own, scaled */
+        if (work->reduce_op == HORO_ADASUM) {
+            host->work.reduce_op = HORO_SUM; /* its own, scaled */
+        }
     }
     host->task = NULL;
     host->has_adasum = 0;
@@ -328,8 +269,8 @@ static hr_status host_begin(struct hr_backend *backend, const struct hr_work *wo
     host->next_kind = 0;
     const int op = host->work.op;
     /* each vector needs a piece for each tensor */
-    const size_t vectors = op == HORO_ALLREDUCE || op == HORO_BROADCAST ? 1
-                           : (size_t)host->team->size * (hr_op_is(op, HR_OP_EXCHANGE) ? 2 : 1);
+    const size_t vectors =
+        op == HORO_ALLREDUCE ? 1 : (size_t)host->team->size * (hr_op_is(op, HR_OP_EXCHANGE) ? 2 : 1);
     const size_t count = vectors * work->count;
     if (count > host->piece_capacity) {
         struct hr_piece *larger = realloc(host->pieces, count * sizeof *larger);
@@ -339,43 +280,21 @@ static hr_status host_begin(struct hr_backend *backend, const struct hr_work *wo
         host->pieces = larger;
         host->piece_capacity = count;
     }
-    switch (op) {
-    case HORO_ALLREDUCE: return begin_kind(host) < 0 ? HORO_ERR_RESOURCE : HORO_OK;
-    case HORO_REDUCESCATTER:
-    case HORO_REDUCE:
-        HR_TRY(begin_parts(host));
-        return begin_rows(host) < 0 ? HORO_ERR_RESOURCE : HORO_OK;
-    case HORO_BROADCAST:
-    case HORO_ALLGATHER:
-    case HORO_ALLTOALL:
-    case HORO_GATHER:
-    case HORO_SCATTER:
-        HR_TRY(lay_out_move(host));
-        return begin_move(host);
-    default: return HORO_ERR_INTERNAL;
+    if (hr_op_is(op, HR_OP_REDUCTION)) {
+        return begin_reduction(host) < 0 ? HORO_ERR_RESOURCE : HORO_OK;
     }
-}
-
-/* Of an operation whose first segment may be filled before the others are known to do the same; NULL: of another. */
-static struct hr_segments *segments_ahead(struct host_backend *host) {
-    const int can = !host->is_direct && !is_adasum(host) && hr_op_is(host->work.op, HR_OP_BEGUN_AHEAD);
-    return can ? (struct hr_segments *)host->task : NULL; /* its first member */
+    HR_TRY(lay_out_move(host));
+    return begin_move(host);
 }
 
 static int host_begin_ahead(struct hr_backend *backend) {
-    struct host_backend *host = (struct host_backend *)backend;
-    struct hr_segments *segments = segments_ahead(host);
-    return host->is_direct ? hr_direct_fill_ahead(&host->run.direct)
-                           : segments != NULL && hr_segments_fill_ahead(segments);
+    const struct host_backend *host = (struct host_backend *)backend;
+    return host->task->fill_ahead != NULL && host->task->fill_ahead(host->task);
 }
 
 static void host_show_ahead(struct hr_backend *backend) {
-    struct host_backend *host = (struct host_backend *)backend;
-    if (host->is_direct) {
-        hr_direct_show_ahead(&host->run.direct);
-    } else {
-        hr_segments_show_ahead(segments_ahead(host));
-    }
+    const struct host_backend *host = (struct host_backend *)backend;
+    host->task->show_ahead(host->task);
 }
 
 static int host_progress(struct hr_backend *backend) {
@@ -384,18 +303,14 @@ static int host_progress(struct hr_backend *backend) {
     if (moved != HR_DONE) {
         return moved;
     }
-    if (host->work.op == HORO_ALLREDUCE) {
-        return begin_kind(host);
-    }
     const int begins_again = host->is_direct && host->team->reads_peers < 0; /* its reads have failed */
     if (hr_op_is(host->work.op, HR_OP_REDUCTION)) {
-        return begins_again ? begin_scatter(host, 1) : begin_rows(host);
+        return begins_again ? begin_scatter(host, 1) : begin_reduction(host);
     }
     if (begins_again) {
         const int status = begin_move(host);
         return status == HORO_OK ? HR_MOVED : status;
     }
-    end_parts(host);
     return HR_DONE;
 }
 
@@ -412,7 +327,6 @@ static void host_cancel(struct hr_backend *backend) {
             result->data = NULL;
         }
     }
-    end_parts(host);
 }
 
 static void host_destroy(struct hr_backend *backend) {
@@ -422,7 +336,8 @@ static void host_destroy(struct hr_backend *backend) {
             hr_adasum_free(&host->run.adasum);
         }
         free(host->pieces);
-        end_parts(host);
+        free(host->by_rank);
+        free(host->bytes);
         free(host);
     }
 }
@@ -438,10 +353,14 @@ static const struct hr_backend_ops host_ops = {
 
 struct hr_backend *hr_host_backend_create(struct hr_team *team) {
     struct host_backend *host = calloc(1, sizeof *host);
-    if (host == NULL) {
+    struct hr_fused *by_rank = calloc(2 * (size_t)team->size, sizeof *by_rank);
+    if (host == NULL || by_rank == NULL) {
+        free(host);
+        free(by_rank);
         return NULL;
     }
     host->base.ops = &host_ops;
     host->team = team;
+    host->by_rank = by_rank;
     return &host->base;
 }

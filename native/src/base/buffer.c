@@ -29,12 +29,9 @@ static uint8_t *enlarge(const struct hr_buffer *buffer, size_t capacity) {
 }
 
 hr_status hr_buffer_reserve(struct hr_buffer *buffer, size_t bytes) {
-    if (buffer->capacity - buffer->end >= bytes && buffer->data != NULL) {
-        return HORO_OK;
-    }
     const size_t unread = hr_buffer_size(buffer);
-    /* else little room would be made at the price of moving much, again and again */
-    if (buffer->begin > 0 && buffer->begin >= unread) {
+    if (buffer->capacity - buffer->end < bytes && buffer->begin > 0 && buffer->begin >= unread) {
+        /* else little room would be made at the price of moving much, again and again */
         memmove(buffer->data, buffer->data + buffer->begin, unread);
         buffer->begin = 0;
         buffer->end = unread;

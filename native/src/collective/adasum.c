@@ -71,9 +71,9 @@ static int begin_scatter(struct hr_adasum *self) {
         size_t begin;
         const size_t bytes = share_of(self, r, &begin) * self->width;
         const size_t own_bytes = self->own_count * self->width;
-        vectors[r] = bytes_at(&self->pieces[r], from + begin * self->width, NULL, bytes);
-        vectors[size + r] =
-            bytes_at(&self->pieces[size + r], NULL, self->shares + (size_t)r * own_bytes, own_bytes);
+        const char *share = from + begin * self->width;
+        vectors[r] = bytes_at(&self->pieces[r], share, NULL, bytes);
+        vectors[size + r] = bytes_at(&self->pieces[size + r], share, self->shares + (size_t)r * own_bytes, own_bytes);
         for (int s = 0; s < size; s++) {
             self->bytes[s * size + r] = bytes;
         }
@@ -118,7 +118,7 @@ static int convert(struct hr_adasum *self) {
     if (self->stage == HR_ADASUM_PACK) {
         hr_fused_pack(&self->fused, self->at, step, packed, kernel, self->prescale, HR_STORE_ORDINARY);
     } else {
-        hr_fused_unpack(&self->fused, self->at, step, packed, kernel);
+        hr_fused_unpack(&self->fused, self->at, step, packed, kernel, HR_STORE_ORDINARY);
     }
     self->at += step;
     return self->at < bytes;

@@ -15,7 +15,7 @@ static void fill(struct hr_segments *segments, size_t k) {
     const struct hr_fused *mine = &run->shares.by_rank[team->rank];
     const struct hr_range part = part_of(team, mine, k);
     hr_fused_pack(mine, part.offset, part.bytes, hr_segments_slot(segments, team->local_rank, k), team->node->kernel,
-                  1.0, run->store);
+                  1.0, segments->trial.store);
 }
 
 static void drain(struct hr_segments *segments, size_t k) {
@@ -26,7 +26,7 @@ static void drain(struct hr_segments *segments, size_t k) {
         const char *slot = i == 0 ? NULL : hr_segments_slot(segments, from, k); /* its own part is its input */
         const struct hr_fused *theirs = &run->shares.by_rank[team->rank_of_local[from]];
         const struct hr_range part = part_of(team, theirs, k);
-        hr_fused_put(theirs, part.offset, part.bytes, slot, team->node->kernel, run->result_store);
+        hr_fused_unpack(theirs, part.offset, part.bytes, slot, team->node->kernel, run->result_store);
     }
 }
 
@@ -103,7 +103,7 @@ static void drain_owners(struct hr_segments *segments, size_t k) {
         while (hr_walk_on(&walk)) {
             if (direct_place(run, walk.rank, walk.share) == NULL) {
                 hr_fused_unpack(&run->shares.by_rank[walk.rank], walk.share.offset, walk.share.bytes,
-                                place_of(run, &walk, owner, k), segments->team->node->kernel);
+                                place_of(run, &walk, owner, k), segments->team->node->kernel, HR_STORE_ORDINARY);
             }
         }
     }
@@ -145,20 +145,19 @@ hr_status hr_allgather_begin(struct hr_allgather *run, struct hr_team *team, con
     if (team->host_count > 1) {
         return begin_between_hosts(run);
     }
-    size_t count = 0;
+    size_t longest = 0;
     size_t total = 0;
-    for (int r = 0; r < team->size && team->size > 1; r++) {
-        const size_t segments = hr_divide_up(by_rank[r].bytes, team->tuning.segment);
-        count = segments > count ? segments : count;
+    for (int r = 0; r < team->size; r++) {
+        longest = by_rank[r].bytes > longest ? by_rank[r].bytes : longest;
         total += by_rank[r].bytes;
     }
-    if (count == 0) { /* of one rank */
-        hr_fused_put(&by_rank[team->rank], 0, by_rank[team->rank].bytes, NULL, team->node->kernel, HR_STORE_ORDINARY);
-    }
-    run->store = hr_store_choose_for_move(team, by_rank[team->rank].bytes);
+    run->segments.trial.store = hr_store_choose_for_move(team, by_rank[team->rank].bytes);
     run->result_store = hr_store_choose_for_result(team, total);
+    if (team->size == 1) {
+        hr_fused_unpack(by_rank, 0, total, NULL, team->node->kernel, run->result_store);
+    }
     run->segments.ops = &one_host;
     run->segments.drain_phase = HR_PHASE_FILLED;
-    hr_segments_begin(&run->segments, count);
+    hr_segments_begin(&run->segments, team->size == 1 ? 0 : hr_divide_up(longest, team->tuning.segment));
     return HORO_OK;
 }

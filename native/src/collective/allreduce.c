@@ -84,7 +84,7 @@ static void fill(struct hr_segments *segments, size_t k) {
         }
         const struct hr_range share = share_of(run, segment, owner);
         hr_fused_pack(&run->fused, segment.offset + share.offset, share.bytes, slot + share.offset, team->node->kernel,
-                      run->prescale, run->store);
+                      run->prescale, segments->trial.store);
     }
 }
 
@@ -97,7 +97,7 @@ static void reduce_part(struct hr_allreduce *run, size_t k, size_t at, size_t by
     }
     const struct hr_codec *codec = run->fused.codec;
     hr_kernel_reduce(team->node->kernel, codec->wire_dtype, run->reduce_op, target, copy, team->sources,
-                     team->local_size, bytes / codec->wire_bytes, scale, run->store);
+                     team->local_size, bytes / codec->wire_bytes, scale, run->segments.trial.store);
 }
 
 static void reduce(struct hr_segments *segments, size_t k) {
@@ -133,7 +133,7 @@ static void drain(struct hr_segments *segments, size_t k) {
         }
         const struct hr_range share = share_of(run, segment, owner);
         hr_fused_unpack(&run->fused, segment.offset + share.offset, share.bytes,
-                        result_slot(run, owner, k) + share.offset, team->node->kernel);
+                        result_slot(run, owner, k) + share.offset, team->node->kernel, HR_STORE_ORDINARY);
     }
 }
 
@@ -153,12 +153,13 @@ static void exchange(struct hr_segments *segments, size_t k) {
     const struct hr_range in = share_of(run, next, peer);
     const size_t out_offset = segment.offset + out.offset;
     const size_t in_offset = next.offset + in.offset;
+    const enum hr_store store = segments->trial.store;
     char *slot = hr_segments_slot(&run->segments, team->local_rank, k);
     if (next.bytes == segment.bytes) {
-        hr_fused_exchange(fused, out_offset, in_offset, out.bytes, slot + out.offset, team->node->kernel, run->store);
+        hr_fused_exchange(fused, out_offset, in_offset, out.bytes, slot + out.offset, team->node->kernel, store);
     } else {
-        hr_fused_unpack(fused, out_offset, out.bytes, slot + out.offset, team->node->kernel);
-        hr_fused_pack(fused, in_offset, in.bytes, slot + in.offset, team->node->kernel, 1.0, run->store);
+        hr_fused_unpack(fused, out_offset, out.bytes, slot + out.offset, team->node->kernel, HR_STORE_ORDINARY);
+        hr_fused_pack(fused, in_offset, in.bytes, slot + in.offset, team->node->kernel, 1.0, store);
     }
 }
 
@@ -171,15 +172,13 @@ const struct hr_cross_ops *hr_two_level_cross(const struct hr_tuning *tuning, si
     return share_bytes <= tuning->doubling ? &hr_cross_doubling : &hr_cross_ring;
 }
 
-size_t hr_two_level_scratch_bytes(const struct hr_tuning *tuning, int host_count, int owners, size_t value_bytes,
-                                  size_t segment_bytes) {
-    const size_t most = hr_share_most(segment_bytes, owners);
+size_t hr_two_level_scratch_bytes(const struct hr_tuning *tuning, int host_count, size_t value_bytes, size_t most,
+                                  const struct hr_cross_ops *large) {
     /* the last segment may have a small share only */
-    const size_t small_most = most < tuning->doubling ? most : tuning->doubling;
-    const size_t small = hr_cross_scratch_bytes(&hr_cross_doubling, host_count, value_bytes, small_most, tuning->piece);
-    const size_t large =
-        hr_cross_scratch_bytes(hr_two_level_cross(tuning, most), host_count, value_bytes, most, tuning->piece);
-    return hr_round_up(small > large ? small : large, HR_CROSS_ALIGNMENT);
+    const size_t small = hr_cross_scratch_bytes(&hr_cross_doubling, host_count, value_bytes,
+                                                hr_smaller(most, tuning->doubling), tuning->piece);
+    const size_t whole = hr_cross_scratch_bytes(large, host_count, value_bytes, most, tuning->piece);
+    return hr_round_up(small > whole ? small : whole, HR_CROSS_ALIGNMENT);
 }
 
 static void begin(struct hr_segments *segments, size_t k, struct hr_cross *cross) {
@@ -223,7 +222,7 @@ static void flat_drain(struct hr_segments *segments, size_t k) {
     if (!is_plain) {
         char result[HR_FLAT_MAX]; /* packed here too: fused with others or not, a tensor gets the same bits */
         reduce_part(run, k, 0, fused->bytes, NULL, result, NULL, run->postscale);
-        hr_fused_unpack(fused, 0, fused->bytes, result, segments->team->node->kernel);
+        hr_fused_unpack(fused, 0, fused->bytes, result, segments->team->node->kernel, HR_STORE_ORDINARY);
     }
     for (size_t i = 0; i < fused->count && is_plain; i++) {
         const struct hr_piece *piece = &fused->pieces[i];
@@ -242,7 +241,7 @@ static void run_alone(const struct hr_allreduce *run) {
     const struct hr_kernel *kernel = run->segments.team->node->kernel;
     char packed[HR_FLAT_MAX];
     if (codec->is_plain && run->prescale == 1.0 && !hr_scale_changes(run->postscale)) {
-        hr_fused_put(fused, 0, fused->bytes, NULL, kernel, HR_STORE_ORDINARY);
+        hr_fused_unpack(fused, 0, fused->bytes, NULL, kernel, HR_STORE_ORDINARY);
         return;
     }
     for (size_t at = 0; at < fused->bytes; at += sizeof packed) {
@@ -250,7 +249,7 @@ static void run_alone(const struct hr_allreduce *run) {
         hr_fused_pack(fused, at, bytes, packed, kernel, run->prescale, HR_STORE_ORDINARY);
         hr_kernel_scale(kernel, codec->wire_dtype, packed, packed, bytes / codec->wire_bytes, run->postscale,
                         HR_STORE_ORDINARY);
-        hr_fused_unpack(fused, at, bytes, packed, kernel);
+        hr_fused_unpack(fused, at, bytes, packed, kernel, HR_STORE_ORDINARY);
     }
 }
 
@@ -294,8 +293,9 @@ hr_status hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, con
         /* room for two of the largest shares, which cannot be moved once anything travels; for one of small data */
         const size_t segment_bytes = segment_of(run, 0).bytes;
         const size_t at_once = segment_bytes == fused->bytes ? 1 : HR_SEGMENTS_TRAVELLING_MAX;
-        run->scratch_bytes = hr_two_level_scratch_bytes(&team->tuning, team->host_count, run->owners,
-                                                        fused->codec->wire_bytes, segment_bytes);
+        run->scratch_bytes =
+            hr_two_level_scratch_bytes(&team->tuning, team->host_count, fused->codec->wire_bytes,
+                                       hr_share_most(segment_bytes, run->owners), &hr_cross_ring);
         HR_TRY(hr_segments_reserve_scratch(team, at_once * run->scratch_bytes));
     } else if (fused->bytes <= team->tuning.flat) {
         segments->ops = &flat;
@@ -304,7 +304,6 @@ hr_status hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, con
         segments->ops = team->local_size == 2 && !packs_own_share(run) ? &exchanging : &one_host;
         if (fused->bytes >= team->tuning.stream) {
             segments->trial = hr_store_try(&team->allreduce_stores, fused->bytes);
-            run->store = segments->trial.store;
         }
     }
     hr_segments_begin(segments, hr_divide_up(fused->bytes, team->tuning.segment));

@@ -18,7 +18,7 @@ static size_t bytes_of(const struct hr_alltoall *run, int s, int d) {
 
 /* The share of what s has for d in segment k. */
 static struct hr_range share_of(const struct hr_alltoall *run, int s, int d, size_t k) {
-    return hr_units(run->unit, bytes_of(run, s, d), k, run->share_count);
+    return hr_units(run->shares.unit, bytes_of(run, s, d), k, run->shares.count);
 }
 
 static void show(struct hr_segments *segments, size_t k) {
@@ -29,20 +29,15 @@ static void show(struct hr_segments *segments, size_t k) {
         const int to = (team->rank + i) % team->size;
         const struct hr_range share = share_of(run, team->rank, to, k);
         hr_fused_pack(&run->to[to], share.offset, share.bytes, slot + run->starts[to], team->node->kernel, 1.0,
-                      run->store);
+                      segments->trial.store);
     }
 }
 
-/* Copies what this rank has for itself. The pieces of both are alike: it is the same rows. */
+/* Copies what this rank has for itself. */
 static void keep_own(const struct hr_alltoall *run) {
     const struct hr_team *team = run->segments.team;
-    const struct hr_fused *mine = &run->to[team->rank];
-    for (size_t i = 0; i < mine->count; i++) {
-        const struct hr_piece *result = &run->from[team->rank].pieces[i];
-        if (result->output != mine->pieces[i].input) { /* a root's own block may be where it belongs */
-            team->node->kernel->copy(result->output, mine->pieces[i].input, result->bytes, run->result_store);
-        }
-    }
+    const struct hr_fused *own = &run->from[team->rank];
+    hr_fused_unpack(own, 0, own->bytes, NULL, team->node->kernel, run->result_store);
 }
 
 /* Each rank begins with another, so that not all read the same slot. */
@@ -55,8 +50,8 @@ static void take(struct hr_segments *segments, size_t k) {
     for (int i = 1; i < team->size; i++) {
         const int from = (team->rank + i) % team->size;
         const struct hr_range share = share_of(run, from, team->rank, k);
-        hr_fused_put(&run->from[from], share.offset, share.bytes,
-                     hr_segments_slot(segments, from, k) + run->places[from], team->node->kernel, run->result_store);
+        hr_fused_unpack(&run->from[from], share.offset, share.bytes,
+                        hr_segments_slot(segments, from, k) + run->places[from], team->node->kernel, run->result_store);
     }
 }
 
@@ -66,7 +61,7 @@ static const struct hr_segments_ops one_host = {.fill = show, .drain = take};
 static size_t room_for(const struct hr_alltoall *run, int s, int end, size_t count) {
     size_t bytes = 0;
     for (int d = 0; d < end; d++) {
-        bytes += hr_divide_up(hr_divide_up(bytes_of(run, s, d), run->unit), count) * run->unit;
+        bytes += hr_divide_up(hr_divide_up(bytes_of(run, s, d), run->shares.unit), count) * run->shares.unit;
     }
     return bytes;
 }
@@ -77,7 +72,7 @@ static hr_status cut_shares(struct hr_alltoall *run, size_t *count) {
     const size_t segment = team->tuning.segment;
     size_t most = 0;
     size_t rounding;
-    HR_TRY(hr_segments_choose_unit(team, (size_t)team->size - 1, &run->unit, &rounding));
+    HR_TRY(hr_segments_choose_unit(team, (size_t)team->size - 1, &run->shares.unit, &rounding));
     for (int s = 0; s < team->size; s++) {
         size_t bytes = 0;
         for (int d = 0; d < team->size; d++) {
@@ -103,7 +98,7 @@ static hr_status begin_on_one_host(struct hr_alltoall *run) {
     HR_TRY(hr_segments_reserve_scratch(team, 2 * size * sizeof *run->starts));
     run->starts = (size_t *)(void *)team->cross_scratch;
     run->places = run->starts + size;
-    run->share_count = count;
+    run->shares.count = count;
     if (count == 0) {
         keep_own(run);
     }
@@ -111,7 +106,7 @@ static hr_status begin_on_one_host(struct hr_alltoall *run) {
         run->starts[r] = room_for(run, team->rank, r, count);
         run->places[r] = room_for(run, r, team->rank, count);
     }
-    run->store = hr_store_choose_for_move(team, run->to[team->rank].bytes);
+    run->segments.trial.store = hr_store_choose_for_move(team, run->to[team->rank].bytes);
     run->segments.ops = &one_host;
     run->segments.drain_phase = HR_PHASE_FILLED;
     hr_segments_begin(&run->segments, count);
@@ -133,64 +128,33 @@ static hr_status begin_on_one_host(struct hr_alltoall *run) {
  * one other, a slot is full however unequal that is, and it does not matter how many ranks there are.
  */
 
-/* The share of a stream in one slot, and where it lies there. */
-struct window {
-    struct hr_range range; /* of the stream */
-    char *data;
-};
-
-/* Goes through the shares in one slot. */
-struct layout {
-    const struct hr_alltoall *run;
-    size_t index; /* of the shares */
-    char *at;
-};
-
-static struct layout layout_of(const struct hr_alltoall *run, size_t k, int owner) {
-    return (struct layout){
-        .run = run,
-        .index = k * (size_t)run->owners + (size_t)owner,
-        .at = hr_segments_slot(&run->segments, owner, k),
-    };
+static size_t *stream(const struct hr_alltoall *run, int origin, int destination) {
+    return &run->streams[(size_t)origin * (size_t)run->segments.team->host_count + (size_t)destination];
 }
 
-static struct window next_window(struct layout *layout, int origin, int destination) {
-    const struct hr_alltoall *run = layout->run;
-    const size_t place = (size_t)origin * (size_t)run->segments.team->host_count + (size_t)destination;
-    const struct hr_range range = hr_units(run->unit, run->streams[place], layout->index, run->share_count);
-    const struct window window = {range, layout->at};
-    layout->at += range.bytes;
-    return window;
-}
-
-/*
- * The part of [begin, begin + bytes) of the stream that is in the window: its offset from `begin`, and how long it is.
- */
-static struct hr_range overlap(const struct window *window, size_t begin, size_t bytes) {
-    const size_t first = window->range.offset > begin ? window->range.offset : begin;
-    const size_t window_end = window->range.offset + window->range.bytes;
-    const size_t end = hr_smaller(window_end, begin + bytes);
+/* The part of a share in bytes [begin, begin + bytes) of its stream: the offset from `begin`, and the length. */
+static struct hr_range overlap(struct hr_range share, size_t begin, size_t bytes) {
+    const size_t first = share.offset > begin ? share.offset : begin;
+    const size_t end = hr_smaller(share.offset + share.bytes, begin + bytes);
     return first < end ? (struct hr_range){first - begin, end - first} : (struct hr_range){0};
-}
-
-static char *place_in(const struct window *window, size_t begin, struct hr_range part) {
-    return window->data + (begin + part.offset - window->range.offset);
 }
 
 static void fill_owners(struct hr_segments *segments, size_t k) {
     const struct hr_alltoall *run = (struct hr_alltoall *)segments;
     struct hr_team *team = segments->team;
-    for (int owner = 0; owner < run->owners; owner++) {
-        struct layout layout = layout_of(run, k, owner);
+    for (int owner = 0; owner < run->shares.owners; owner++) {
+        struct hr_walk walk = hr_walk_begin(team, &run->shares, k, owner);
         for (int host = 0, i = 0; host < team->host_count; host++) { /* i: of team->rank_by_host */
-            const struct window window = next_window(&layout, team->host, host);
+            hr_walk_to(&walk, *stream(run, team->host, host));
+            char *data = hr_segments_slot(segments, owner, k) + walk.at;
             size_t begin = run->starts[host];
             for (const int end = i + team->host_size[host]; i < end; i++) {
                 const int rank = team->rank_by_host[i];
-                const struct hr_range part = overlap(&window, begin, bytes_of(run, team->rank, rank));
+                const struct hr_range part = overlap(walk.share, begin, bytes_of(run, team->rank, rank));
                 if (part.bytes > 0) {
-                    hr_fused_pack(&run->to[rank], part.offset, part.bytes, place_in(&window, begin, part),
-                                  team->node->kernel, 1.0, HR_STORE_ORDINARY);
+                    hr_fused_pack(&run->to[rank], part.offset, part.bytes,
+                                  data + (begin + part.offset - walk.share.offset), team->node->kernel, 1.0,
+                                  HR_STORE_ORDINARY);
                 }
                 begin += bytes_of(run, team->rank, rank);
             }
@@ -201,22 +165,27 @@ static void fill_owners(struct hr_segments *segments, size_t k) {
 static void drain_owners(struct hr_segments *segments, size_t k) {
     const struct hr_alltoall *run = (struct hr_alltoall *)segments;
     struct hr_team *team = segments->team;
-    for (int owner = 0; owner < run->owners; owner++) {
-        struct layout layout = layout_of(run, k, owner);
-        struct window own = {0};
+    for (int owner = 0; owner < run->shares.owners; owner++) {
+        struct hr_walk walk = hr_walk_begin(team, &run->shares, k, owner);
+        struct hr_walk own = walk;
         for (int host = 0; host < team->host_count; host++) {
-            const struct window window = next_window(&layout, team->host, host);
-            own = host == team->host ? window : own;
+            hr_walk_to(&walk, *stream(run, team->host, host));
+            own = host == team->host ? walk : own;
         }
         for (int host = 0, i = 0; host < team->host_count; host++) {
-            const struct window window = host == team->host ? own : next_window(&layout, host, team->host);
+            if (host != team->host) {
+                hr_walk_to(&walk, *stream(run, host, team->host));
+            }
+            const struct hr_walk *at = host == team->host ? &own : &walk;
+            const char *data = hr_segments_slot(segments, owner, k) + at->at;
             for (const int end = i + team->host_size[host]; i < end; i++) {
                 const int rank = team->rank_by_host[i];
                 const size_t begin = run->places[rank];
-                const struct hr_range part = overlap(&window, begin, bytes_of(run, rank, team->rank));
+                const struct hr_range part = overlap(at->share, begin, bytes_of(run, rank, team->rank));
                 if (part.bytes > 0) {
-                    hr_fused_unpack(&run->from[rank], part.offset, part.bytes, place_in(&window, begin, part),
-                                    team->node->kernel);
+                    hr_fused_unpack(&run->from[rank], part.offset, part.bytes,
+                                    data + (begin + part.offset - at->share.offset), team->node->kernel,
+                                    HR_STORE_ORDINARY);
                 }
             }
         }
@@ -242,15 +211,16 @@ static void begin(struct hr_segments *segments, size_t k, struct hr_cross *cross
     struct hr_cross_part *parts = run->parts + k % HR_SEGMENTS_TRAVELLING_MAX * pairs;
     /* all parts are as long as on every host; those that come here or pass here have a place */
     const int h = team->host_count;
-    struct layout layout = layout_of(run, k, team->local_rank);
+    char *slot = hr_segments_slot(segments, team->local_rank, k);
+    struct hr_walk walk = hr_walk_begin(team, &run->shares, k, team->local_rank);
     for (int i = 0; i < h; i++) {
-        const struct window window = next_window(&layout, team->host, i);
-        parts[team->host * h + i] = (struct hr_cross_part){window.data, window.range.bytes};
+        hr_walk_to(&walk, *stream(run, team->host, i));
+        parts[team->host * h + i] = (struct hr_cross_part){slot + walk.at, walk.share.bytes};
     }
     for (int i = 0; i < h; i++) {
         if (i != team->host) {
-            const struct window window = next_window(&layout, i, team->host);
-            parts[i * h + team->host] = (struct hr_cross_part){window.data, window.range.bytes};
+            hr_walk_to(&walk, *stream(run, i, team->host));
+            parts[i * h + team->host] = (struct hr_cross_part){slot + walk.at, walk.share.bytes};
         }
     }
     for (int origin = 0; origin < h; origin++) {
@@ -258,11 +228,12 @@ static void begin(struct hr_segments *segments, size_t k, struct hr_cross *cross
             if (origin == team->host || destination == team->host) {
                 continue;
             }
-            struct layout before = layout;
-            const struct window window = next_window(&layout, origin, destination);
+            const struct hr_walk before = walk;
             const int is_here = passes(team, origin, destination);
-            layout = is_here ? layout : before;
-            parts[origin * h + destination] = (struct hr_cross_part){is_here ? window.data : NULL, window.range.bytes};
+            hr_walk_to(&walk, *stream(run, origin, destination));
+            parts[origin * h + destination] =
+                (struct hr_cross_part){is_here ? slot + walk.at : NULL, walk.share.bytes};
+            walk = is_here ? walk : before;
         }
     }
     for (int i = 0; i < h; i++) { /* data that stays on its host does not travel */
@@ -305,7 +276,7 @@ static void measure_traffic(const struct hr_alltoall *run) {
     const int h = run->segments.team->host_count;
     for (int origin = 0; origin < h; origin++) {
         for (int destination = 0; destination < h; destination++) {
-            const size_t bytes = run->streams[origin * h + destination];
+            const size_t bytes = *stream(run, origin, destination);
             int hosts[HR_CROSS_HOPS_MAX + 2];
             int count = hr_cross_way(h, origin, destination, hosts);
             hosts[count++] = origin;
@@ -329,8 +300,8 @@ static hr_status count_segments(struct hr_alltoall *run, size_t *count) {
         bytes = run->traffic[host].bytes > bytes ? run->traffic[host].bytes : bytes;
     }
     size_t rounding;
-    HR_TRY(hr_segments_choose_unit(team, streams, &run->unit, &rounding));
-    *count = hr_divide_up(bytes, (team->tuning.segment - rounding) * (size_t)run->owners);
+    HR_TRY(hr_segments_choose_unit(team, streams, &run->shares.unit, &rounding));
+    *count = hr_divide_up(bytes, (team->tuning.segment - rounding) * (size_t)run->shares.owners);
     return HORO_OK;
 }
 
@@ -343,14 +314,14 @@ static hr_status begin_between_hosts(struct hr_alltoall *run) {
         for (int j = 0; j < team->size; j++) {
             const int d = team->rank_by_host[j];
             const int to = team->host_of_rank[d];
-            size_t *stream = &run->streams[(size_t)team->host_of_rank[s] * (size_t)team->host_count + (size_t)to];
+            size_t *bytes = stream(run, team->host_of_rank[s], to);
             if (s == team->rank && (j == 0 || to != team->host_of_rank[team->rank_by_host[j - 1]])) {
-                run->starts[to] = *stream;
+                run->starts[to] = *bytes;
             }
             if (d == team->rank) {
-                run->places[s] = *stream;
+                run->places[s] = *bytes;
             }
-            *stream += bytes_of(run, s, d);
+            *bytes += bytes_of(run, s, d);
         }
     }
     size_t total = 0;
@@ -358,12 +329,12 @@ static hr_status begin_between_hosts(struct hr_alltoall *run) {
         total += run->streams[i];
     }
     size_t count;
-    run->owners = total <= team->tuning.gather_spread ? 1 : team->owner_count;
+    run->shares.owners = total <= team->tuning.gather_spread ? 1 : team->owner_count;
     measure_traffic(run);
     HR_TRY(count_segments(run, &count));
-    run->share_count = count * (size_t)run->owners;
+    run->shares.count = count * (size_t)run->shares.owners;
     run->segments.ops = &several_hosts;
-    run->segments.carries = team->local_rank < run->owners;
+    run->segments.carries = team->local_rank < run->shares.owners;
     run->segments.drain_phase = HR_PHASE_REDUCED;
     hr_segments_begin(&run->segments, count);
     return HORO_OK;

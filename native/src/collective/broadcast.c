@@ -1,5 +1,5 @@
 /*
- * Broadcast: the root copies segments into its slot, the ranks of its host copy them out. Between hosts each owner
+ * Broadcast between hosts: the root copies segments into its slot, the ranks of its host copy them out. Each owner
  * passes its share of a segment on, from the root's slot on the root's host, and down a tree (small) or a chain (large)
  * of hosts.
  */
@@ -25,7 +25,7 @@ static void fill(struct hr_segments *segments, size_t k) {
     if (team->rank == run->root_rank) {
         const struct hr_range segment = segment_of(run, k);
         hr_fused_pack(&run->fused, segment.offset, segment.bytes, hr_segments_slot(segments, team->local_rank, k),
-                      team->node->kernel, 1.0, run->store);
+                      team->node->kernel, 1.0, HR_STORE_ORDINARY);
     }
 }
 
@@ -47,34 +47,30 @@ static void drain(struct hr_segments *segments, size_t k) {
     const struct hr_range segment = segment_of(run, k);
     for (int owner = 0; owner < run->owners && team->rank != run->root_rank; owner++) {
         const struct hr_range share = hr_share(segment.bytes, owner, run->owners);
-        hr_fused_put(&run->fused, segment.offset + share.offset, share.bytes, share_data(run, owner, k, share.offset),
-                     team->node->kernel, run->result_store);
+        hr_fused_unpack(&run->fused, segment.offset + share.offset, share.bytes,
+                        share_data(run, owner, k, share.offset), team->node->kernel, HR_STORE_ORDINARY);
     }
 }
 
-static const struct hr_segments_ops one_host = {.fill = fill, .drain = drain};
-static const struct hr_segments_ops several_hosts = {.fill = fill, .begin = begin, .drain = drain};
+static const struct hr_segments_ops broadcast_ops = {.fill = fill, .begin = begin, .drain = drain};
 
 void hr_broadcast_begin(struct hr_broadcast *run, struct hr_team *team, const struct hr_fused *fused, int root_rank) {
     *run = (struct hr_broadcast){
-        .segments = {.team = team},
+        .segments = {.team = team, .ops = &broadcast_ops},
         .fused = *fused,
         .root_rank = root_rank,
         .root_host = team->host_of_rank[root_rank],
         .owners = team->owner_count,
-        .store = hr_store_choose_for_move(team, fused->bytes),
-        .result_store = hr_store_choose_for_result(team, fused->bytes),
     };
     while (team->host == run->root_host && team->rank_of_local[run->root_local] != root_rank) {
         run->root_local++;
     }
     if (team->rank == root_rank) {
         /* the root's own result never travels */
-        hr_fused_put(fused, 0, fused->bytes, NULL, team->node->kernel, run->result_store);
+        hr_fused_unpack(fused, 0, fused->bytes, NULL, team->node->kernel, HR_STORE_ORDINARY);
     }
-    run->segments.ops = team->host_count == 1 ? &one_host : &several_hosts;
     run->segments.carries = team->local_rank < run->owners;
     run->segments.begins_alone = !on_root_host(run); /* data that comes there goes into the owners' own slots */
     run->segments.drain_phase = on_root_host(run) ? HR_PHASE_FILLED : HR_PHASE_REDUCED;
-    hr_segments_begin(&run->segments, team->size == 1 ? 0 : hr_divide_up(fused->bytes, team->tuning.segment));
+    hr_segments_begin(&run->segments, hr_divide_up(fused->bytes, team->tuning.segment));
 }

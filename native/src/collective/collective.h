@@ -19,7 +19,6 @@ struct hr_allreduce {
     double partial_scale; /* several hosts: what each host's partial result is multiplied by before it travels on */
     struct hr_scale postscale;
     int owners;
-    enum hr_store store;
     size_t scratch_bytes; /* between hosts: for one segment that travels */
 };
 
@@ -30,15 +29,12 @@ struct hr_broadcast {
     int root_host;
     int root_local; /* local index of the root on its host; only used there */
     int owners;
-    enum hr_store store;
-    enum hr_store result_store;
 };
 
 struct hr_allgather {
     struct hr_segments segments;
     struct hr_shares shares;    /* between hosts; on one by_rank alone */
-    enum hr_store store;        /* on one host, as the next */
-    enum hr_store result_store;
+    enum hr_store result_store; /* on one host */
     const struct hr_cross_ops *cross; /* between hosts, as what follows */
     struct hr_cross_part *parts; /* [HR_SEGMENTS_TRAVELLING_MAX][host_count] */
 };
@@ -54,15 +50,12 @@ struct hr_alltoall {
     const struct hr_fused *to;
     const struct hr_fused *from;
     const size_t *bytes;
-    enum hr_store store;        /* on one host, as the next */
-    enum hr_store result_store;
-    size_t unit; /* of shares */
-    size_t share_count;
+    enum hr_store result_store; /* on one host */
+    struct hr_shares shares; /* on one host of what each has for each; else of streams */
     /* One host: [size] where what I have for each rank begins in my slot. Else: [host_count] in the stream to each. */
     size_t *starts;
     size_t *places; /* [size] where what each rank has for me begins in its slot; else in the stream from its host */
     /* Between hosts: */
-    int owners;
     size_t *streams;             /* [host_count * host_count] bytes from each host to each */
     struct hr_traffic *traffic;  /* [host_count] */
     struct hr_cross_part *parts; /* [HR_SEGMENTS_TRAVELLING_MAX][host_count * host_count] */
@@ -78,7 +71,6 @@ struct hr_reducescatter {
     double prescale;
     double partial_scale; /* several hosts: as in struct hr_allreduce */
     struct hr_scale postscale;
-    enum hr_store store;
     size_t piece_scratch_bytes; /* several hosts: for the pieces of one segment that travels, */
     size_t scratch_bytes;       /* and for its parts as well */
     size_t done;                /* one host: bytes of this rank's part that are in the outputs already */
@@ -135,23 +127,25 @@ double hr_partial_scale(const struct hr_codec *codec, int reduce_op, double post
 /* The algorithm by which a share of so many bytes travels. */
 const struct hr_cross_ops *hr_two_level_cross(const struct hr_tuning *tuning, size_t share_bytes);
 
-/* Scratch for any share of any segment of at most `segment_bytes`, of values of `value_bytes`, for so many owners. */
-size_t hr_two_level_scratch_bytes(const struct hr_tuning *tuning, int host_count, int owners, size_t value_bytes,
-                                  size_t segment_bytes);
+/* Scratch for shares of at most `most` bytes, of values of `value_bytes`, where `large` moves the large ones. */
+size_t hr_two_level_scratch_bytes(const struct hr_tuning *tuning, int host_count, size_t value_bytes, size_t most,
+                                  const struct hr_cross_ops *large);
 
-/* outputs = inputs of root_rank; on the root an output may be its input. fused is of bytes. */
+/* On several hosts: outputs = inputs of root_rank; on the root an output may be its input. fused is of bytes. */
 void hr_broadcast_begin(struct hr_broadcast *run, struct hr_team *team, const struct hr_fused *fused, int root_rank);
 
 /*
  * by_rank[r] describes rank r's contribution (its bytes may differ by rank): by_rank[team->rank] holds my inputs, and
- * the outputs of all of them are where rank r's data goes here. The caller keeps by_rank. Between hosts each link
- * carries all that is not its receiver's own, once. HORO_OK or HORO_ERR_RESOURCE.
+ * the outputs of all of them are where rank r's data goes here. The caller keeps by_rank. On one host a broadcast is
+ * one of these, in which the others have nothing. Between hosts each link carries all that is not its receiver's own,
+ * once. HORO_OK or HORO_ERR_RESOURCE.
  */
 hr_status hr_allgather_begin(struct hr_allgather *run, struct hr_team *team, const struct hr_fused *by_rank);
 
 /*
- * to[r] has my inputs for rank r, and from[r] the outputs of what comes from it; bytes[s * size + d] of rank s for rank
- * d, the same on all ranks. The caller keeps all three. Inputs and outputs overlap nowhere. Per byte for another rank
+ * to[r] has my inputs for rank r, and from[r] the outputs of what comes from it, and of my own also the inputs;
+ * bytes[s * size + d] of rank s for rank d, the same on all ranks. The caller keeps all three. Inputs and outputs
+ * overlap nowhere, but for my own, which may be where they belong. Per byte for another rank
  * of the host: one copy in and one out; between hosts each link carries the bytes of each pair of hosts whose way it is
  * on. HORO_OK or HORO_ERR_RESOURCE.
  */
@@ -206,9 +200,9 @@ struct hr_sum {
 struct hr_move {
     const struct hr_fused *shown; /* [shown_count] one for all, or one for each member; their inputs are read */
     int shown_count;              /* 1 or team->size */
-    const struct hr_fused *from;  /* [team->size] what comes from each, to outputs; of a broadcast: the one vector */
-    int root_rank;                /* whose vector all get; -1: everybody has something */
+    const struct hr_fused *from;  /* [team->size] what comes from each, to outputs; of my own also the inputs */
     size_t tensors;               /* pieces in any of these vectors, at most; equal on all members */
+    int is_gather;                /* everybody has something, which all get */
     int adds_up; /* `from` is `shown`, and from[team->rank] has the outputs, of the sum; else what comes is kept */
     struct hr_sum sum;
 };
@@ -225,10 +219,9 @@ struct hr_direct {
     struct hr_move move;
     int stage;
     unsigned parity;
-    int is_shown_ahead; /* all have shown their addresses, see hr_direct_show_ahead */
+    int is_shown_ahead; /* all have shown their addresses, see struct hr_task */
     int peer;           /* how many peers' parts are read */
-    size_t piece, skip; /* of this peer's part: what is read next; of a sum: of all parts */
-    size_t summed_bytes; /* of my part of a sum: they are in the outputs, which may lie in my input */
+    size_t done; /* bytes of this peer's part; of a sum: of mine: they are in the outputs, which may lie in my input */
 };
 
 /*
@@ -236,8 +229,5 @@ struct hr_direct {
  * negative, as on all members, a read has failed: the move is to be done again another way, but for what is summed.
  */
 void hr_direct_begin(struct hr_direct *run, struct hr_team *team, const struct hr_move *move);
-/* As hr_segments_fill_ahead and hr_segments_show_ahead, of the addresses. */
-int hr_direct_fill_ahead(struct hr_direct *run);
-void hr_direct_show_ahead(struct hr_direct *run);
 
 #endif

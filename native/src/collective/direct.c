@@ -130,8 +130,7 @@ int hr_direct_pays(const struct hr_team *team, const struct hr_move *move, size_
      * each; the more ranks read, the longer a read takes.
      */
     const size_t size = (size_t)team->size;
-    const int is_gather = !move->adds_up && move->root_rank < 0 && move->shown_count == 1;
-    if (!can || bytes < team->tuning.direct * size * (is_gather ? size - 1 : 1)) {
+    if (!can || bytes < team->tuning.direct * size * (move->is_gather ? size - 1 : 1)) {
         return 0;
     }
     if (move->adds_up) {
@@ -139,14 +138,6 @@ int hr_direct_pays(const struct hr_team *team, const struct hr_move *move, size_
     }
     /* an alltoall puts into a slot for one other rank alone: the copy never pays there */
     return move->shown_count > 1 || bytes <= team->tuning.direct_most / (size_t)team->local_size;
-}
-
-static int shows(const struct hr_direct *run, int rank) {
-    return run->move.root_rank < 0 || run->move.root_rank == rank;
-}
-
-static const struct hr_fused *part_from(const struct hr_direct *run, int rank) {
-    return &run->move.from[run->move.root_rank < 0 ? rank : 0];
 }
 
 /* The beginning, in the slot of a member, of the addresses of what it shows to another. */
@@ -159,7 +150,7 @@ static _Atomic uint64_t *addresses(const struct hr_direct *run, int from, int to
 
 static void show(const struct hr_direct *run) {
     const struct hr_team *team = run->team;
-    for (int to = 0; to < run->move.shown_count && shows(run, team->rank); to++) {
+    for (int to = 0; to < run->move.shown_count; to++) {
         const struct hr_fused *vector = &run->move.shown[to];
         _Atomic uint64_t *at = addresses(run, team->rank, to);
         for (size_t i = 0; i < vector->count; i++) { /* partner: hr_team_arrive */
@@ -171,53 +162,34 @@ static void show(const struct hr_direct *run) {
 /* Copies what I have for myself. */
 static void keep(const struct hr_direct *run) {
     const struct hr_team *team = run->team;
-    const struct hr_fused *mine = &run->move.shown[run->move.shown_count == 1 ? 0 : team->rank];
-    const struct hr_fused *results = part_from(run, team->rank);
+    const struct hr_fused *mine = &run->move.from[team->rank];
     size_t received = 0;
     for (int r = 0; r < team->size; r++) {
-        received += part_from(run, r)->bytes;
+        received += run->move.from[r].bytes;
     }
-    const enum hr_store store = hr_store_choose_for_result(team, received);
-    for (size_t i = 0; i < results->count && shows(run, team->rank); i++) { /* the pieces of both are alike */
-        if (results->pieces[i].output != mine->pieces[i].input) {
-            team->node->kernel->copy(results->pieces[i].output, mine->pieces[i].input, results->pieces[i].bytes, store);
-        }
-    }
+    hr_fused_unpack(mine, 0, mine->bytes, NULL, team->node->kernel, hr_store_choose_for_result(team, received));
 }
 
-/* Bytes of one piece, of which each member may have its own. */
-struct chunk {
-    const char *mine;
-    char *output;
-    size_t bytes;
-    size_t piece, skip;
-};
-
-/* The next ones of a part, of at most `room` bytes together; moves on. */
-static int collect(struct hr_direct *run, const struct hr_fused *part, size_t room, struct chunk *chunks) {
+/* The next pieces of a part, at most `room` bytes together. */
+static int collect(const struct hr_direct *run, const struct hr_fused *part, size_t room, struct hr_cut *cuts) {
+    struct hr_cut cut = hr_cut_begin(part, run->done, hr_smaller(room, part->bytes - run->done));
     int count = 0;
-    while (run->piece < part->count && count < HR_RANGES_MAX && room > 0) {
-        const struct hr_piece *piece = &part->pieces[run->piece];
-        const size_t left = piece->bytes - run->skip;
-        const size_t bytes = left < room ? left : room;
-        chunks[count++] =
-            (struct chunk){piece->input + run->skip, piece->output + run->skip, bytes, run->piece, run->skip};
-        room -= bytes;
-        run->skip = bytes == left ? 0 : run->skip + bytes;
-        run->piece += bytes == left;
+    while (count < HR_RANGES_MAX && hr_cut_next(&cut)) {
+        cuts[count++] = cut;
     }
     return count;
 }
 
 /* Reads what one member has of these, to `to`, one behind the other; NULL: to their outputs. 0, or an error number. */
-static int read_chunks(const struct hr_direct *run, int from, const struct chunk *chunks, int count, char *to) {
+static int read_cuts(const struct hr_direct *run, int from, const struct hr_fused *part, const struct hr_cut *cuts,
+                     int count, char *to) {
     const _Atomic uint64_t *at = addresses(run, from, run->team->rank);
     struct hr_peer_range ranges[HR_RANGES_MAX];
     for (int i = 0; i < count; i++) {
-        const uint64_t address = atomic_load_explicit(&at[chunks[i].piece], memory_order_relaxed);
-        ranges[i] =
-            (struct hr_peer_range){to != NULL ? to : chunks[i].output, address + chunks[i].skip, chunks[i].bytes};
-        to = to != NULL ? to + chunks[i].bytes : NULL;
+        const uint64_t address = atomic_load_explicit(&at[cuts[i].piece - part->pieces], memory_order_relaxed);
+        char *output = to != NULL ? to : cuts[i].piece->output + cuts[i].skip;
+        ranges[i] = (struct hr_peer_range){output, address + cuts[i].skip, cuts[i].bytes};
+        to = to != NULL ? to + cuts[i].bytes : NULL;
     }
     return hr_read_peer(run->team->node, run->team->index_of_local[from], ranges, count);
 }
@@ -232,18 +204,20 @@ static int end_reading(struct hr_direct *run, uint64_t told) {
 /* Each rank begins with another, so that not all read the same memory. */
 static int read_next(struct hr_direct *run) {
     struct hr_team *team = run->team;
-    struct chunk chunks[HR_RANGES_MAX];
+    struct hr_cut cuts[HR_RANGES_MAX];
     const int from = (team->rank + 1 + run->peer) % team->size;
-    const int count = shows(run, from) ? collect(run, part_from(run, from), READ_AT_ONCE, chunks) : 0;
-    int error = 0;
-    if (count > 0) {
-        error = read_chunks(run, from, chunks, count, NULL);
-    } else {
-        run->piece = run->skip = 0;
-        run->peer++;
-    }
+    const struct hr_fused *part = &run->move.from[from];
+    const int count = collect(run, part, READ_AT_ONCE, cuts);
+    const int error = count == 0 ? 0 : read_cuts(run, from, part, cuts, count, NULL);
     if (error != 0) { /* all will do it again by the slots, where a lost rank's life line ends it */
         return end_reading(run, refusal(from, error));
+    }
+    for (int i = 0; i < count; i++) {
+        run->done += cuts[i].bytes;
+    }
+    if (count == 0) {
+        run->done = 0;
+        run->peer++;
     }
     return run->peer == team->size - 1 ? end_reading(run, TOLD_YES) : HR_MOVED;
 }
@@ -253,17 +227,18 @@ static int read_next(struct hr_direct *run) {
 /* Of my values and the others': the same bytes of each at once. */
 static int sum_next(struct hr_direct *run) {
     struct hr_team *team = run->team;
+    const struct hr_fused *part = &run->move.from[team->rank];
     const size_t room = sum_room(team, &run->move);
     char *scratch = hr_team_slot(team, team->local_rank, run->parity) + address_bytes(&run->move);
     for (size_t done = 0; done < READ_AT_ONCE; done += room * (size_t)team->size) {
-        struct chunk addends[HR_RANGES_MAX];
-        const int count = collect(run, part_from(run, team->rank), room, addends);
+        struct hr_cut addends[HR_RANGES_MAX];
+        const int count = collect(run, part, room, addends);
         if (count == 0) {
             return end_reading(run, TOLD_YES);
         }
         char *to = scratch;
         for (int from = 0; from < team->size; from++) {
-            const int error = from == team->rank ? 0 : read_chunks(run, from, addends, count, to);
+            const int error = from == team->rank ? 0 : read_cuts(run, from, part, addends, count, to);
             if (error != 0) {
                 return end_reading(run, refusal(from, error));
             }
@@ -271,18 +246,18 @@ static int sum_next(struct hr_direct *run) {
         }
         /* In the order of ranks, as the slots are added up, so that the way changes no bit. */
         const char *read = scratch;
-        const struct hr_codec *codec = part_from(run, team->rank)->codec;
         for (int i = 0; i < count; i++) {
+            const struct hr_cut *addend = &addends[i];
             const char *next = read;
             for (int r = 0; r < team->size; r++) {
-                team->sources[r] = r == team->rank ? addends[i].mine : next;
+                team->sources[r] = r == team->rank ? addend->piece->input + addend->skip : next;
                 next += r == team->rank ? 0 : room;
             }
-            hr_kernel_reduce(team->node->kernel, codec->wire_dtype, run->move.sum.reduce_op, addends[i].output, NULL,
-                             team->sources, team->size, addends[i].bytes / codec->wire_bytes, run->move.sum.scale,
-                             HR_STORE_ORDINARY);
-            read += addends[i].bytes;
-            run->summed_bytes += addends[i].bytes;
+            hr_kernel_reduce(team->node->kernel, part->codec->wire_dtype, run->move.sum.reduce_op,
+                             addend->piece->output + addend->skip, NULL, team->sources, team->size,
+                             addend->bytes / part->codec->wire_bytes, run->move.sum.scale, HR_STORE_ORDINARY);
+            read += addend->bytes;
+            run->done += addend->bytes;
         }
     }
     return HR_MOVED;
@@ -327,17 +302,8 @@ static int progress(struct hr_task *task) {
     return HORO_ERR_INTERNAL;
 }
 
-void hr_direct_begin(struct hr_direct *run, struct hr_team *team, const struct hr_move *move) {
-    *run = (struct hr_direct){
-        .task = {.progress = progress},
-        .team = team,
-        .move = *move,
-        .parity = (unsigned)(team->segment & 1),
-    };
-    team->segment++; /* its addresses take the place of one segment */
-}
-
-int hr_direct_fill_ahead(struct hr_direct *run) {
+static int fill_ahead(struct hr_task *task) {
+    const struct hr_direct *run = (struct hr_direct *)task;
     if (!hr_team_reached(run->team, HR_PHASE_DRAINED, run->parity)) {
         return 0;
     }
@@ -345,7 +311,18 @@ int hr_direct_fill_ahead(struct hr_direct *run) {
     return 1;
 }
 
-void hr_direct_show_ahead(struct hr_direct *run) {
+static void show_ahead(struct hr_task *task) {
+    struct hr_direct *run = (struct hr_direct *)task;
     run->is_shown_ahead = 1;
     end_showing(run);
+}
+
+void hr_direct_begin(struct hr_direct *run, struct hr_team *team, const struct hr_move *move) {
+    *run = (struct hr_direct){
+        .task = {.progress = progress, .fill_ahead = fill_ahead, .show_ahead = show_ahead},
+        .team = team,
+        .move = *move,
+        .parity = (unsigned)(team->segment & 1),
+    };
+    team->segment++; /* its addresses take the place of one segment */
 }

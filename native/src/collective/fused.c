@@ -59,24 +59,15 @@ void hr_fused_pack(const struct hr_fused *fused, size_t offset, size_t bytes, ch
 }
 
 void hr_fused_unpack(const struct hr_fused *fused, size_t offset, size_t bytes, const char *source,
-                     const struct hr_kernel *kernel) {
+                     const struct hr_kernel *kernel, enum hr_store store) {
     struct hr_cut cut = hr_cut_begin(fused, offset, bytes);
     while (hr_cut_next(&cut)) {
         size_t at;
         const size_t count = values_of(fused->codec, &cut, &at);
-        hr_codec_unpack(fused->codec, kernel, cut.piece->output + at, source, count);
-        source += cut.bytes;
-    }
-}
-
-void hr_fused_put(const struct hr_fused *fused, size_t offset, size_t bytes, const char *source,
-                  const struct hr_kernel *kernel, enum hr_store store) {
-    struct hr_cut cut = hr_cut_begin(fused, offset, bytes);
-    while (hr_cut_next(&cut)) {
-        char *to = cut.piece->output + cut.skip;
-        const char *from = source != NULL ? source : cut.piece->input + cut.skip;
+        char *to = cut.piece->output + at;
+        const char *from = source != NULL ? source : cut.piece->input + at;
         if (from != to) {
-            kernel->copy(to, from, cut.bytes, store);
+            hr_codec_unpack(fused->codec, kernel, to, from, count, store);
         }
         source = source != NULL ? source + cut.bytes : NULL;
     }

@@ -62,15 +62,12 @@ static inline int hr_cut_next(struct hr_cut *cut) {
 void hr_fused_pack(const struct hr_fused *fused, size_t offset, size_t bytes, char *target,
                    const struct hr_kernel *kernel, double scale, enum hr_store store);
 
-/* outputs[offset..offset + bytes) = source[0..bytes), unpacked. */
-void hr_fused_unpack(const struct hr_fused *fused, size_t offset, size_t bytes, const char *source,
-                     const struct hr_kernel *kernel);
-
 /*
- * The same of a plain codec, where `store` rules the stores; NULL: from the inputs, where they are not the same memory.
+ * outputs[offset..offset + bytes) = source[0..bytes), unpacked. NULL, of a plain codec: from the inputs, where they are
+ * not the same memory.
  */
-void hr_fused_put(const struct hr_fused *fused, size_t offset, size_t bytes, const char *source,
-                  const struct hr_kernel *kernel, enum hr_store store);
+void hr_fused_unpack(const struct hr_fused *fused, size_t offset, size_t bytes, const char *source,
+                     const struct hr_kernel *kernel, enum hr_store store);
 
 /* As unpack from out_offset on, then pack from in_offset on, in one pass; no overlap, and a plain codec. */
 void hr_fused_exchange(const struct hr_fused *fused, size_t out_offset, size_t in_offset, size_t bytes, char *slot,

@@ -52,7 +52,7 @@ static void fill(struct hr_segments *segments, size_t k) {
             const int is_own = team->host_count == 1 ? walk.rank == team->rank : owner == team->local_rank;
             if (!is_own || packs_own(run)) {
                 hr_fused_pack(&run->shares.by_rank[walk.rank], walk.share.offset, walk.share.bytes, slot + walk.at,
-                              team->node->kernel, run->prescale, run->store);
+                              team->node->kernel, run->prescale, segments->trial.store);
             }
         }
     }
@@ -74,7 +74,7 @@ static void drain(struct hr_segments *segments, size_t k) {
             reduce_share(run, k, &walk, to_outputs, run->postscale);
             if (!to_outputs) {
                 hr_fused_unpack(&run->shares.by_rank[team->rank], walk.share.offset, walk.share.bytes,
-                                slot_of(run, team->local_rank, k) + walk.at, team->node->kernel);
+                                slot_of(run, team->local_rank, k) + walk.at, team->node->kernel, HR_STORE_ORDINARY);
             }
         }
     }
@@ -143,7 +143,7 @@ static void drain_regions(struct hr_segments *segments, size_t k) {
         while (hr_walk_on(&walk)) {
             if (walk.rank == team->rank) {
                 hr_fused_unpack(&run->shares.by_rank[walk.rank], walk.share.offset, walk.share.bytes,
-                                slot_of(run, owner, k) + walk.at, team->node->kernel);
+                                slot_of(run, owner, k) + walk.at, team->node->kernel, HR_STORE_ORDINARY);
             }
         }
     }
@@ -157,16 +157,11 @@ static const struct hr_segments_ops several_hosts = {
 
 static hr_status begin_between_hosts(struct hr_reducescatter *run) {
     struct hr_team *team = run->segments.team;
-    const struct hr_tuning *tuning = &team->tuning;
-    const size_t value_bytes = run->codec->wire_bytes;
-    const size_t small_most = run->shares.region_bytes < tuning->doubling ? run->shares.region_bytes : tuning->doubling;
-    const size_t small =
-        hr_cross_scratch_bytes(&hr_cross_doubling, team->host_count, value_bytes, small_most, tuning->piece);
-    const size_t large = hr_cross_scratch_bytes(&hr_cross_scatter_ring, team->host_count, value_bytes,
-                                                run->shares.region_bytes, tuning->piece);
     run->partial_scale = hr_partial_scale(run->codec, run->reduce_op, run->postscale.factor);
     run->postscale.factor /= run->partial_scale;
-    run->piece_scratch_bytes = hr_round_up(small > large ? small : large, HR_CROSS_ALIGNMENT);
+    run->piece_scratch_bytes =
+        hr_two_level_scratch_bytes(&team->tuning, team->host_count, run->codec->wire_bytes, run->shares.region_bytes,
+                                   &hr_cross_scatter_ring);
     run->scratch_bytes = hr_round_up(
         run->piece_scratch_bytes + (size_t)team->host_count * sizeof(struct hr_cross_part), HR_CROSS_ALIGNMENT);
     run->segments.ops = &several_hosts;
@@ -209,7 +204,6 @@ hr_status hr_reducescatter_begin(struct hr_reducescatter *run, struct hr_team *t
         HR_TRY(begin_between_hosts(run));
     } else if (total >= team->tuning.stream) {
         run->segments.trial = hr_store_try(&team->scatter_stores, total);
-        run->store = run->segments.trial.store;
     }
     const size_t at_once = run->shares.region_bytes / unit / receivers * owners; /* units of each rank in a segment */
     const size_t count = hr_divide_up(hr_divide_up(longest, unit), at_once);

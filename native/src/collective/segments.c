@@ -193,14 +193,8 @@ static void cancel(struct hr_task *task) {
     }
 }
 
-void hr_segments_begin(struct hr_segments *segments, size_t count) {
-    segments->task = (struct hr_task){.progress = progress, .cancel = cancel};
-    segments->count = count;
-    segments->first = segments->team->segment;
-    segments->team->segment += count;
-}
-
-int hr_segments_fill_ahead(struct hr_segments *segments) {
+static int fill_ahead(struct hr_task *task) {
+    struct hr_segments *segments = (struct hr_segments *)task;
     struct hr_team *team = segments->team;
     if (segments->count == 0 || segments->ops->begin != NULL ||
         !phase_reached(segments, HR_PHASE_DRAINED, 0)) {
@@ -212,7 +206,15 @@ int hr_segments_fill_ahead(struct hr_segments *segments) {
     return 1;
 }
 
-void hr_segments_show_ahead(struct hr_segments *segments) {
+static void show_ahead(struct hr_task *task) {
+    struct hr_segments *segments = (struct hr_segments *)task;
     segments->is_filled_ahead = 1;
     arrive(segments, HR_PHASE_FILLED, 0);
+}
+
+void hr_segments_begin(struct hr_segments *segments, size_t count) {
+    segments->task = (struct hr_task){progress, cancel, fill_ahead, show_ahead};
+    segments->count = count;
+    segments->first = segments->team->segment;
+    segments->team->segment += count;
 }

@@ -34,6 +34,13 @@ struct hr_task {
     int (*progress)(struct hr_task *task);
     /* Gives the task up, unless it is done, also after an error: nothing is posted any more. NULL: it posts nothing. */
     void (*cancel)(struct hr_task *task);
+    /*
+     * On one host, before anybody knows that the other ranks do the same: does what needs nothing of them. 1, or 0
+     * where that cannot be done now. Then, when all ranks have done so, lets it go on; or it is cancelled, and
+     * team->segment is what it was. Both NULL: never.
+     */
+    int (*fill_ahead)(struct hr_task *task);
+    void (*show_ahead)(struct hr_task *task);
 };
 
 enum { HR_SEGMENTS_TRAVELLING_MAX = 2 };
@@ -65,8 +72,11 @@ struct hr_segments {
     int carries;               /* this rank moves data between hosts; else begin is not called */
     int begins_alone;          /* travelling needs nothing of the other ranks of this host */
     enum hr_phase drain_phase; /* draining waits for it: HR_PHASE_REDUCED; HR_PHASE_FILLED if that is enough */
-    int is_filled_ahead;       /* the first segment is, on all ranks, see hr_segments_fill_ahead */
-    /* ns: how long the first fill took; from the first reduction on, when all began: without waits for late ranks */
+    int is_filled_ahead;       /* the first segment is, on all ranks, see struct hr_task */
+    /*
+     * The store into slots; see hr_store_try. ns: how long the first fill took; from the first reduction on, when all
+     * began: without waits for late ranks.
+     */
     struct hr_store_trial trial;
 
     size_t filled, ready, begun, finished, drained; /* each at most the one before; filled is at most drained + 2 */
@@ -83,14 +93,6 @@ static inline char *hr_segments_slot(const struct hr_segments *segments, int loc
 
 /* Takes the next `count` segment numbers of the team and makes the task ready to run; other fields stay. */
 void hr_segments_begin(struct hr_segments *segments, size_t count);
-
-/*
- * On one host, before anybody knows that the other ranks do the same: fills the first segment. 1, or 0 where that
- * cannot be done now. Then, when all ranks have done so, lets it go on; or it is cancelled, and team->segment is what
- * it was.
- */
-int hr_segments_fill_ahead(struct hr_segments *segments);
-void hr_segments_show_ahead(struct hr_segments *segments);
 
 /* A call between the hosts of a team, with what all such calls have in common. */
 static inline struct hr_cross_call hr_cross_call_of(const struct hr_team *team, const struct hr_codec *codec) {
@@ -117,9 +119,9 @@ hr_status hr_segments_reserve_scratch(struct hr_team *team, size_t bytes);
  */
 hr_status hr_segments_choose_unit(const struct hr_team *team, size_t shares, size_t *unit, size_t *rounding);
 
-/* The parts of all ranks, cut into shares: an equal number for each owner and segment. */
+/* The parts of all ranks, or other vectors, cut into shares: an equal number for each owner and segment. */
 struct hr_shares {
-    const struct hr_fused *by_rank;
+    const struct hr_fused *by_rank; /* NULL: of other vectors */
     size_t unit, count;
     size_t region_bytes; /* of each owner in a slot; 0: each has a slot */
     int owners;
@@ -143,15 +145,19 @@ static inline struct hr_walk hr_walk_begin(const struct hr_team *team, const str
         .team = team, .shares = shares, .index = index, .at = (size_t)owner * shares->region_bytes};
 }
 
-/* 1, or 0 behind the last one. */
+/* The share of the next vector, which has so many bytes. */
+static inline void hr_walk_to(struct hr_walk *walk, size_t bytes) {
+    walk->at += walk->share.bytes;
+    walk->share = hr_units(walk->shares->unit, bytes, walk->index, walk->shares->count);
+}
+
+/* The share of the next rank: 1, or 0 behind the last one. */
 static inline int hr_walk_on(struct hr_walk *walk) {
-    const struct hr_shares *shares = walk->shares;
     if (walk->next == walk->team->size) {
         return 0;
     }
-    walk->at += walk->share.bytes;
     walk->rank = walk->team->rank_by_host[walk->next++];
-    walk->share = hr_units(shares->unit, shares->by_rank[walk->rank].bytes, walk->index, shares->count);
+    hr_walk_to(walk, walk->shares->by_rank[walk->rank].bytes);
     return 1;
 }
 

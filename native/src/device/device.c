@@ -127,13 +127,11 @@ hr_status hr_mark_create(struct hr_device *device, void *stream, struct hr_mark 
             status = hr_cuda_check(cuda, cuda->event_create(&made->event, HR_CUDA_EVENT_DISABLE_TIMING),
                                    "cuEventCreate", error);
         }
-        if (status == HORO_OK && (status = hr_mark_move(made, stream, error)) != HORO_OK) {
-            (void)cuda->event_destroy(made->event);
-        }
+        status = status == HORO_OK ? hr_mark_move(made, stream, error) : status;
         hr_device_leave(device, &visit);
     }
     if (status != HORO_OK) {
-        free(made);
+        hr_mark_drop(made);
         return status;
     }
     *mark = made;
@@ -149,7 +147,7 @@ void hr_mark_drop(struct hr_mark *mark) {
     if (mark == NULL || atomic_fetch_sub(&mark->references, 1) > 1) {
         return;
     }
-    if (hr_device_enter(mark->device, &visit, NULL) == HORO_OK) {
+    if (mark->event != NULL && hr_device_enter(mark->device, &visit, NULL) == HORO_OK) {
         (void)mark->device->cuda->event_destroy(mark->event);
         hr_device_leave(mark->device, &visit);
     }

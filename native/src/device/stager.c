@@ -33,34 +33,24 @@ struct hr_stager {
 
 /* ---- Devices ---- */
 
-/* With opening held. */
-static hr_status open_device(struct hr_stager *stager, int number, struct hr_error *error) {
+int hr_stager_device(struct hr_stager *stager, int number, struct hr_device **device, struct hr_error *error) {
+    int status = HORO_OK;
     if (number < 0 || number >= stager->library.device_count || number >= DEVICES_MAX) {
         return hr_fail(error, HORO_ERR_USAGE, "there is no device %d; this process sees %d", number,
                        stager->library.device_count);
     }
-    if (stager->devices[number] != NULL) {
-        return HORO_OK;
-    }
-    struct hr_device *device = malloc(sizeof *device);
-    if (device == NULL) {
-        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for the use of a GPU");
-    }
-    const int status = hr_device_open(device, &stager->cuda, number, error);
-    if (status != HORO_OK) {
-        free(device);
-        return status;
-    }
-    stager->devices[number] = device;
-    return HORO_OK;
-}
-
-int hr_stager_device(struct hr_stager *stager, int number, struct hr_device **device, struct hr_error *error) {
     (void)pthread_mutex_lock(&stager->opening);
-    const int status = open_device(stager, number, error);
-    if (status == HORO_OK) {
-        *device = stager->devices[number];
+    if (stager->devices[number] == NULL) {
+        struct hr_device *opened = malloc(sizeof *opened);
+        status = opened != NULL ? hr_device_open(opened, &stager->cuda, number, error)
+                                : hr_fail(error, HORO_ERR_RESOURCE, "out of memory for the use of a GPU");
+        if (status == HORO_OK) {
+            stager->devices[number] = opened;
+        } else {
+            free(opened);
+        }
     }
+    *device = stager->devices[number];
     (void)pthread_mutex_unlock(&stager->opening);
     return status;
 }
@@ -73,11 +63,8 @@ static void free_block(struct hr_block *block) {
     if (block->data != NULL) {
         (void)cuda->host_free(block->data);
     }
-    if (block->copied_in != NULL) {
-        (void)cuda->event_destroy(block->copied_in);
-    }
-    if (block->copied_out != NULL) {
-        (void)cuda->event_destroy(block->copied_out);
+    if (block->copied != NULL) {
+        (void)cuda->event_destroy(block->copied);
     }
     free(block);
 }
@@ -97,12 +84,8 @@ static hr_status create_block(struct hr_device *device, size_t bytes, struct hr_
         (void)hr_fail(error, status, "no %zu bytes of pinned memory: %s", bytes, refusal.text);
     } else {
         made->data = data;
-        status = hr_cuda_check(cuda, cuda->event_create(&made->copied_in, HR_CUDA_EVENT_DISABLE_TIMING),
-                               "cuEventCreate", error);
-    }
-    if (status == HORO_OK) {
-        status = hr_cuda_check(cuda, cuda->event_create(&made->copied_out, HR_CUDA_EVENT_DISABLE_TIMING),
-                               "cuEventCreate", error);
+        status = hr_cuda_check(cuda, cuda->event_create(&made->copied, HR_CUDA_EVENT_DISABLE_TIMING), "cuEventCreate",
+                               error);
     }
     if (status != HORO_OK) {
         free_block(made);
@@ -111,13 +94,6 @@ static hr_status create_block(struct hr_device *device, size_t bytes, struct hr_
     atomic_fetch_add(&device->held, 1);
     *block = made;
     return HORO_OK;
-}
-
-/* Whether no copy uses it. The caller has entered the device. */
-static int is_done(const struct hr_block *block) {
-    const struct hr_cuda *cuda = block->device->cuda;
-    return cuda->event_query(block->copied_in) != HR_CUDA_NOT_READY &&
-           (!block->is_out || cuda->event_query(block->copied_out) != HR_CUDA_NOT_READY);
 }
 
 /* With the lock held: one user less. */
@@ -153,7 +129,7 @@ hr_status hr_stager_take_block(struct hr_stager *stager, struct hr_device *devic
     struct hr_block *busy[LOOKS];
     struct hr_block *taken = take_fitting(stager, device, bytes);
     int busy_count = 0;
-    while (taken != NULL && !is_done(taken)) {
+    while (taken != NULL && device->cuda->event_query(taken->copied) == HR_CUDA_NOT_READY) {
         busy[busy_count++] = taken;
         taken = busy_count < LOOKS ? take_fitting(stager, device, bytes) : NULL;
     }
@@ -163,7 +139,6 @@ hr_status hr_stager_take_block(struct hr_stager *stager, struct hr_device *devic
     HR_TRY(taken != NULL ? HORO_OK : create_block(device, bytes, &taken, error));
     taken->stager = stager;
     taken->users = 1;
-    taken->is_out = 0;
     *block = taken;
     return HORO_OK;
 }
@@ -253,7 +228,7 @@ static int look_at(struct hr_stager *stager, struct hr_block *block) {
     (void)pthread_mutex_unlock(&stager->lock);
     const int has_entered = hr_device_enter(block->device, &visit, &error) == HORO_OK;
     if (has_entered) {
-        code = stager->cuda.event_query(block->copied_in);
+        code = stager->cuda.event_query(block->copied);
         hr_device_leave(block->device, &visit);
     }
     const int is_bad = code != HR_CUDA_NOT_READY &&
@@ -295,10 +270,7 @@ static int await_quiet(const struct hr_stager *stager, const struct hr_device *d
     for (const struct hr_block *block = stager->idle; block != NULL; block = block->next) {
         if (block->device == device) {
             has_blocks = 1;
-            hr_device_await(device, block->copied_in);
-            if (block->is_out) {
-                hr_device_await(device, block->copied_out);
-            }
+            hr_device_await(device, block->copied);
         }
     }
     return !has_blocks || hr_device_await_program(device);

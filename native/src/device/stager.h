@@ -19,13 +19,12 @@ typedef void hr_stager_failed(void *owner, void *request, const char *text);
 
 struct hr_stager;
 
-/* Pinned memory of the host with events that tell when copies no longer use it. */
+/* Pinned memory of the host with an event that tells when copies no longer use it. */
 struct hr_block {
     struct hr_device *device;
     char *data;
     size_t bytes;
-    void *copied_in, *copied_out; /* events */
-    int is_out;                   /* copied_out has been recorded for its last use */
+    void *copied; /* the event: behind the copies to the host, and later behind those back, which wait for it first */
     /* the stager's: */
     struct hr_stager *stager;
     struct hr_block *next;            /* that is idle */
@@ -65,7 +64,7 @@ hr_status hr_stager_take_block(struct hr_stager *stager, struct hr_device *devic
 void hr_stager_give_block(struct hr_stager *stager, struct hr_block *block);
 
 /*
- * The values of a block are on their way, on a stream where copied_in is behind them: on_ready or on_failed is called
+ * The values of a block are on their way, on a stream where `copied` is behind them: on_ready or on_failed is called
  * for `request` later, unless the block is given back first. HORO_OK, or HORO_ERR_RESOURCE with a sentence.
  */
 int hr_stager_launch(struct hr_block *block, void *stream, void *request, struct hr_error *error);

@@ -9,10 +9,10 @@ static int wait_for(const struct hr_cuda *cuda, void *stream, void *event, struc
     return hr_cuda_check(cuda, cuda->stream_wait_event(stream, event, 0), "cuStreamWaitEvent", error);
 }
 
-/* An event of the block behind copies that use it and have begun, whether all have or not. */
-static int record(struct hr_staging *staging, void *event, void *stream, struct hr_error *error) {
+/* The event of the block behind copies that use it and have begun, whether all have or not. */
+static int record(struct hr_staging *staging, void *stream, struct hr_error *error) {
     const struct hr_cuda *cuda = staging->block->device->cuda;
-    const int status = hr_cuda_check(cuda, cuda->event_record(event, stream), "cuEventRecord", error);
+    const int status = hr_cuda_check(cuda, cuda->event_record(staging->block->copied, stream), "cuEventRecord", error);
     staging->is_lost |= status != HORO_OK;
     return status;
 }
@@ -29,10 +29,10 @@ static hr_status begin(struct hr_stager *stager, struct hr_device *device, struc
     HR_TRY(hr_device_refuse_capture(device, stream, error));
     HR_TRY(hr_stager_take_block(stager, device, bytes == 0 ? HR_STAGED_ALIGNMENT : bytes, &staging->block, error));
     staging->from_device = device->to_host;
-    /* copied_in serves for both: a stream that has been told to wait for an event waits for its record of that time */
-    void *copied_in = staging->block->copied_in;
-    HR_TRY(hr_cuda_check(cuda, cuda->event_record(copied_in, stream), "cuEventRecord", error));
-    HR_TRY(wait_for(cuda, staging->from_device, copied_in, error));
+    /* it serves for all: a stream that has been told to wait for an event waits for its record of that time */
+    void *copied = staging->block->copied;
+    HR_TRY(hr_cuda_check(cuda, cuda->event_record(copied, stream), "cuEventRecord", error));
+    HR_TRY(wait_for(cuda, staging->from_device, copied, error));
     int status = HORO_OK;
     for (size_t i = 0; i < staging->count && status == HORO_OK; i++) {
         const struct hr_staged_tensor *tensor = &staging->tensors[i];
@@ -42,7 +42,7 @@ static hr_status begin(struct hr_stager *stager, struct hr_device *device, struc
             status = hr_cuda_check(cuda, code, "cuMemcpyDtoHAsync", error);
         }
     }
-    const int recorded = record(staging, copied_in, staging->from_device, error);
+    const int recorded = record(staging, staging->from_device, error);
     return status != HORO_OK ? status : recorded;
 }
 
@@ -83,10 +83,9 @@ void hr_staging_drop(struct hr_staging *staging) {
 /* ---- Back to the device ---- */
 
 static hr_status copy_out(struct hr_staging *staging, const size_t *bytes, struct hr_error *error) {
-    struct hr_block *block = staging->block;
-    const struct hr_device *device = block->device;
+    const struct hr_device *device = staging->block->device;
     /* targets may be in use up to where the request was submitted, also where nothing was copied in */
-    HR_TRY(wait_for(device->cuda, device->to_device, block->copied_in, error));
+    HR_TRY(wait_for(device->cuda, device->to_device, staging->block->copied, error));
     int status = HORO_OK;
     for (size_t i = 0; i < staging->count && status == HORO_OK; i++) {
         const struct hr_staged_tensor *tensor = &staging->tensors[i];
@@ -96,8 +95,7 @@ static hr_status copy_out(struct hr_staging *staging, const size_t *bytes, struc
             status = hr_cuda_check(device->cuda, code, "cuMemcpyHtoDAsync", error);
         }
     }
-    const int recorded = record(staging, block->copied_out, device->to_device, error);
-    block->is_out |= recorded == HORO_OK;
+    const int recorded = record(staging, device->to_device, error);
     return status != HORO_OK ? status : recorded;
 }
 
@@ -107,7 +105,7 @@ int hr_staging_copy_back(struct hr_staging *staging, const size_t *bytes, void *
     HR_TRY(hr_device_enter(device, &visit, error));
     int status = hr_device_refuse_capture(device, stream, error);
     status = status != HORO_OK || bytes == NULL ? status : copy_out(staging, bytes, error);
-    status = status != HORO_OK ? status : wait_for(device->cuda, stream, staging->block->copied_out, error);
+    status = status != HORO_OK ? status : wait_for(device->cuda, stream, staging->block->copied, error);
     hr_device_leave(device, &visit);
     return status;
 }

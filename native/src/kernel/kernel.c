@@ -40,18 +40,6 @@ HORO_API const char *horo_simd_name(void) {
 
 enum { BLOCK_BYTES = 4096 }; /* stays in the first-level cache between the steps of what takes several */
 
-static enum hr_kernel_op kernel_op(int reduce_op) {
-    switch (reduce_op) {
-    case HORO_MIN: return HR_KERNEL_MIN;
-    case HORO_MAX: return HR_KERNEL_MAX;
-    case HORO_PRODUCT: return HR_KERNEL_PRODUCT;
-    case HORO_BAND: return HR_KERNEL_AND;
-    case HORO_BOR: return HR_KERNEL_OR;
-    case HORO_BXOR: return HR_KERNEL_XOR;
-    default: return HR_KERNEL_SUM;
-    }
-}
-
 HR_INLINE int64_t scale_integer(int dtype, int64_t value, struct hr_scale scale, int64_t low, int64_t high) {
     if (scale.factor == 1.0) {
         /* In 32 bits where they hold the value: a division of 64 takes several times as long on many machines. */
@@ -100,7 +88,7 @@ static void scale_values(int dtype, void *dst, const void *src, size_t count, st
 }
 
 /* Scaling integers is rare and never vectorised by hand: reduce, scale and copy follow each other block by block. */
-static void reduce_scaled_integers(const struct hr_kernel *kernel, int dtype, enum hr_kernel_op op, struct hr_span span,
+static void reduce_scaled_integers(const struct hr_kernel *kernel, int dtype, int reduce_op, struct hr_span span,
                                    struct hr_scale scale) {
     const size_t bytes = hr_dtype_bytes(dtype);
     const size_t count = span.end;
@@ -110,7 +98,7 @@ static void reduce_scaled_integers(const struct hr_kernel *kernel, int dtype, en
     for (size_t i = 0; i < count; i = span.end) {
         span.begin = i;
         span.end = i + hr_smaller(BLOCK_BYTES / bytes, count - i);
-        kernel->reduce[dtype][op](&span);
+        kernel->reduce[dtype][reduce_op](&span);
         uint8_t *block = span.dst + i * bytes;
         scale_values(dtype, block, block, span.end - i, scale);
         if (copy != NULL) {
@@ -122,8 +110,7 @@ static void reduce_scaled_integers(const struct hr_kernel *kernel, int dtype, en
 void hr_kernel_reduce(const struct hr_kernel *kernel, int dtype, int reduce_op, void *dst, void *copy,
                      const void *const *src, int src_count, size_t count, struct hr_scale scale,
                      enum hr_store copy_store) {
-    const enum hr_kernel_op op = kernel_op(reduce_op);
-    if (op >= HR_KERNEL_AND && dtype != HORO_BOOL) { /* bits have no order: bytes will do */
+    if (reduce_op >= HORO_BAND && dtype != HORO_BOOL) { /* bits have no order: bytes will do */
         count *= hr_dtype_bytes(dtype);
         dtype = HORO_UINT8;
     }
@@ -137,9 +124,9 @@ void hr_kernel_reduce(const struct hr_kernel *kernel, int dtype, int reduce_op, 
         .scale = dtype == HORO_BOOL ? 1.0 : scale.factor,
     };
     if (hr_dtype_is_integer(dtype) && hr_scale_changes(scale)) {
-        reduce_scaled_integers(kernel, dtype, op, span, scale);
+        reduce_scaled_integers(kernel, dtype, reduce_op, span, scale);
     } else {
-        kernel->reduce[dtype][op](&span);
+        kernel->reduce[dtype][reduce_op](&span);
     }
 }
 
@@ -160,7 +147,7 @@ void hr_kernel_scale(const struct hr_kernel *kernel, int dtype, void *dst, const
                                      .copy_store = store,
                                      .end = part == dtype ? count : 2 * count,
                                      .scale = scale.factor};
-        kernel->reduce[part][HR_KERNEL_SUM](&span);
+        kernel->reduce[part][HORO_SUM](&span);
     }
 }
 
@@ -290,10 +277,10 @@ void hr_codec_pack(const struct hr_codec *codec, const struct hr_kernel *kernel,
 }
 
 void hr_codec_unpack(const struct hr_codec *codec, const struct hr_kernel *kernel, void *output, const void *wire,
-                     size_t count) {
+                     size_t count, enum hr_store store) {
     if (codec->is_plain) {
-        kernel->copy(output, wire, count * codec->element_bytes, HR_STORE_ORDINARY);
+        kernel->copy(output, wire, count * codec->element_bytes, store);
     } else {
-        hr_kernel_convert(kernel, codec->dtype, output, codec->wire_dtype, wire, count, 1.0, HR_STORE_ORDINARY);
+        hr_kernel_convert(kernel, codec->dtype, output, codec->wire_dtype, wire, count, 1.0, store);
     }
 }

@@ -50,17 +50,6 @@ static inline int hr_scale_changes(struct hr_scale scale) {
     return scale.factor != 1.0 || scale.divisor != 1;
 }
 
-enum hr_kernel_op {
-    HR_KERNEL_SUM = 0,
-    HR_KERNEL_MIN = 1,
-    HR_KERNEL_MAX = 2,
-    HR_KERNEL_PRODUCT = 3,
-    HR_KERNEL_AND = 4, /* of bool; of integers by the functions of uint8, as are the next two */
-    HR_KERNEL_OR = 5,
-    HR_KERNEL_XOR = 6,
-    HR_KERNEL_OP_COUNT = 7,
-};
-
 struct hr_span;
 
 /* The loops of one SIMD level, exhaustive over the dtypes that they name. Those with dtypes are for kernel.c. */
@@ -77,8 +66,8 @@ struct hr_kernel {
      */
     void (*exchange)(void *out, void *slot, const void *in, size_t bytes, enum hr_store slot_store);
 
-    /* Of complex numbers the product only. */
-    void (*reduce[HR_REDUCED_DTYPE_COUNT][HR_KERNEL_OP_COUNT])(const struct hr_span *span);
+    /* By reduce_op; of complex numbers the product only, bits of integers by the functions of uint8. */
+    void (*reduce[HR_REDUCED_DTYPE_COUNT][HORO_BXOR + 1])(const struct hr_span *span);
     /* [to][from]: the one source of the span into its copy; between float32 and 16-bit floats only. */
     void (*convert[HORO_DTYPE_COUNT][HORO_DTYPE_COUNT])(const struct hr_span *span);
     /* Of float32 and float64 only; made of pair_template.h. */
@@ -144,6 +133,6 @@ const struct hr_codec *hr_codec_find(int dtype, int wire_dtype);
 void hr_codec_pack(const struct hr_codec *codec, const struct hr_kernel *kernel, void *wire, const void *input,
                    size_t count, double factor, enum hr_store store);
 void hr_codec_unpack(const struct hr_codec *codec, const struct hr_kernel *kernel, void *output, const void *wire,
-                     size_t count);
+                     size_t count, enum hr_store store);
 
 #endif

@@ -175,22 +175,22 @@ void hr_complex128_product(const struct hr_span *span);
 
 /* NAME_sum, NAME_min, ... for one dtype from `run(dtype, op, span)`, and their row in the table of a level. */
 #define HR_DEFINE_OPS(name, dtype)                                                                                     \
-    static void name##_sum(const struct hr_span *span) { run(dtype, HR_KERNEL_SUM, span); }                            \
-    static void name##_min(const struct hr_span *span) { run(dtype, HR_KERNEL_MIN, span); }                            \
-    static void name##_max(const struct hr_span *span) { run(dtype, HR_KERNEL_MAX, span); }                            \
-    static void name##_product(const struct hr_span *span) { run(dtype, HR_KERNEL_PRODUCT, span); }
+    static void name##_sum(const struct hr_span *span) { run(dtype, HORO_SUM, span); }                                 \
+    static void name##_min(const struct hr_span *span) { run(dtype, HORO_MIN, span); }                                 \
+    static void name##_max(const struct hr_span *span) { run(dtype, HORO_MAX, span); }                                 \
+    static void name##_product(const struct hr_span *span) { run(dtype, HORO_PRODUCT, span); }
 
 /* The rest of the rows for bits, and of unsigned integers what is not as of signed ones. */
 #define HR_DEFINE_BITS(name, dtype, op) static void name(const struct hr_span *span) { run(dtype, op, span); }
 #define HR_DEFINE_ORDER(name, dtype)                                                                                   \
-    static void name##_min(const struct hr_span *span) { run(dtype, HR_KERNEL_MIN, span); }                            \
-    static void name##_max(const struct hr_span *span) { run(dtype, HR_KERNEL_MAX, span); }
+    static void name##_min(const struct hr_span *span) { run(dtype, HORO_MIN, span); }                                 \
+    static void name##_max(const struct hr_span *span) { run(dtype, HORO_MAX, span); }
 
 #define HR_DEFINE_ALL_OPS                                                                                              \
-    HR_DEFINE_BITS(uint8_and, HORO_UINT8, HR_KERNEL_AND)                                                               \
-    HR_DEFINE_BITS(uint8_or, HORO_UINT8, HR_KERNEL_OR)                                                                 \
-    HR_DEFINE_BITS(uint8_xor, HORO_UINT8, HR_KERNEL_XOR)                                                               \
-    HR_DEFINE_BITS(bool_xor, HORO_BOOL, HR_KERNEL_XOR)                                                                 \
+    HR_DEFINE_BITS(uint8_and, HORO_UINT8, HORO_BAND)                                                                   \
+    HR_DEFINE_BITS(uint8_or, HORO_UINT8, HORO_BOR)                                                                     \
+    HR_DEFINE_BITS(uint8_xor, HORO_UINT8, HORO_BXOR)                                                                   \
+    HR_DEFINE_BITS(bool_xor, HORO_BOOL, HORO_BXOR)                                                                     \
     HR_DEFINE_ORDER(uint16, HORO_UINT16)                                                                               \
     HR_DEFINE_ORDER(uint32, HORO_UINT32)                                                                               \
     HR_DEFINE_ORDER(uint64, HORO_UINT64)                                                                               \
@@ -205,19 +205,21 @@ void hr_complex128_product(const struct hr_span *span);
     HR_DEFINE_OPS(float64, HORO_FLOAT64)                                                                               \
     HR_DEFINE_OPS(bool, HORO_BOOL)
 
-#define HR_OPS_ROW(name) {name##_sum, name##_min, name##_max, name##_product}
-#define HR_UNSIGNED_ROW(name) {name##_sum, u##name##_min, u##name##_max, name##_product}
-#define HR_PRODUCT_ROW(name) {[HR_KERNEL_PRODUCT] = hr_##name##_product}
+#define HR_OPS(name, ordered)                                                                                          \
+    [HORO_SUM] = name##_sum, [HORO_MIN] = ordered##_min, [HORO_MAX] = ordered##_max, [HORO_PRODUCT] = name##_product
+#define HR_BIT_OPS(and, or, xor) [HORO_BAND] = and, [HORO_BOR] = or, [HORO_BXOR] = xor
+#define HR_PRODUCT_ROW(name) {[HORO_PRODUCT] = hr_##name##_product}
 
 #define HR_ALL_OPS_TABLE                                                                                               \
     {                                                                                                                  \
-        [HORO_UINT8] = {uint8_sum, uint8_min, uint8_max, uint8_product, uint8_and, uint8_or, uint8_xor},               \
-        [HORO_BOOL] = {bool_sum, bool_min, bool_max, bool_product, bool_min, bool_max, bool_xor},                      \
-        [HORO_UINT16] = HR_UNSIGNED_ROW(int16), [HORO_UINT32] = HR_UNSIGNED_ROW(int32),                                \
-        [HORO_UINT64] = HR_UNSIGNED_ROW(int64), [HORO_INT8] = HR_OPS_ROW(int8), [HORO_INT16] = HR_OPS_ROW(int16),      \
-        [HORO_INT32] = HR_OPS_ROW(int32), [HORO_INT64] = HR_OPS_ROW(int64), [HORO_FLOAT16] = HR_OPS_ROW(float16),      \
-        [HORO_BFLOAT16] = HR_OPS_ROW(bfloat16), [HORO_FLOAT32] = HR_OPS_ROW(float32),                                  \
-        [HORO_FLOAT64] = HR_OPS_ROW(float64),                                                                          \
+        [HORO_UINT8] = {HR_OPS(uint8, uint8), HR_BIT_OPS(uint8_and, uint8_or, uint8_xor)},                             \
+        [HORO_BOOL] = {HR_OPS(bool, bool), HR_BIT_OPS(bool_min, bool_max, bool_xor)},                                  \
+        [HORO_UINT16] = {HR_OPS(int16, uint16)}, [HORO_UINT32] = {HR_OPS(int32, uint32)},                              \
+        [HORO_UINT64] = {HR_OPS(int64, uint64)}, [HORO_INT8] = {HR_OPS(int8, int8)},                                   \
+        [HORO_INT16] = {HR_OPS(int16, int16)}, [HORO_INT32] = {HR_OPS(int32, int32)},                                  \
+        [HORO_INT64] = {HR_OPS(int64, int64)}, [HORO_FLOAT16] = {HR_OPS(float16, float16)},                            \
+        [HORO_BFLOAT16] = {HR_OPS(bfloat16, bfloat16)}, [HORO_FLOAT32] = {HR_OPS(float32, float32)},                   \
+        [HORO_FLOAT64] = {HR_OPS(float64, float64)},                                                                   \
         [HORO_COMPLEX32] = HR_PRODUCT_ROW(complex32), [HORO_COMPLEX64] = HR_PRODUCT_ROW(complex64),                    \
         [HORO_COMPLEX128] = HR_PRODUCT_ROW(complex128),                                                                \
     }

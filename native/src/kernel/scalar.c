@@ -3,9 +3,9 @@
 
 /* A macro, since float and double want the same text. NaN wins, from either side; of equal values the earlier. */
 #define REDUCE_FLOAT(op, a, b)                                                                                         \
-    ((op) == HR_KERNEL_SUM       ? (a) + (b)                                                                           \
-     : (op) == HR_KERNEL_PRODUCT ? (a) * (b)                                                                           \
-     : (op) == HR_KERNEL_MIN     ? ((b) < (a) || (b) != (b) ? (b) : (a))                                               \
+    ((op) == HORO_SUM       ? (a) + (b)                                                                                \
+     : (op) == HORO_PRODUCT ? (a) * (b)                                                                                \
+     : (op) == HORO_MIN     ? ((b) < (a) || (b) != (b) ? (b) : (a))                                                    \
                                  : ((b) > (a) || (b) != (b) ? (b) : (a)))
 
 /* Of one source `to` may be another dtype than `from`. */
@@ -120,16 +120,16 @@ HR_INLINE int is_less(int dtype, int64_t a, int64_t b) {
 
 /* Modulo 2^64 and cut on storing is modulo the type's own range; the values of all but uint64 fit int64. */
 HR_INLINE int64_t reduce_integer(int dtype, int op, int64_t a, int64_t b) {
-    if (dtype == HORO_BOOL && op != HR_KERNEL_XOR) {
-        return op == HR_KERNEL_SUM || op == HR_KERNEL_MAX ? a | b : a & b;
+    if (dtype == HORO_BOOL && op != HORO_BXOR) {
+        return op == HORO_SUM || op == HORO_MAX ? a | b : a & b;
     }
     switch (op) {
-    case HR_KERNEL_AND: return a & b;
-    case HR_KERNEL_OR: return a | b;
-    case HR_KERNEL_XOR: return a ^ b;
-    case HR_KERNEL_SUM: return (int64_t)((uint64_t)a + (uint64_t)b);
-    case HR_KERNEL_PRODUCT: return (int64_t)((uint64_t)a * (uint64_t)b);
-    case HR_KERNEL_MIN: return is_less(dtype, b, a) ? b : a;
+    case HORO_BAND: return a & b;
+    case HORO_BOR: return a | b;
+    case HORO_BXOR: return a ^ b;
+    case HORO_SUM: return (int64_t)((uint64_t)a + (uint64_t)b);
+    case HORO_PRODUCT: return (int64_t)((uint64_t)a * (uint64_t)b);
+    case HORO_MIN: return is_less(dtype, b, a) ? b : a;
     default: return is_less(dtype, a, b) ? b : a;
     }
 }
@@ -162,7 +162,7 @@ HR_INLINE void run(int dtype, int op, const struct hr_span *span) {
 }
 
 HR_INLINE void convert(int to, int from, const struct hr_span *span) {
-    run_float(to, from, HR_KERNEL_SUM, span, 1);
+    run_float(to, from, HORO_SUM, span, 1);
 }
 
 HR_DEFINE_ALL_OPS

@@ -86,15 +86,15 @@ HR_INLINE void store_half(uint8_t *at, vector_half value, enum hr_store how) {
 
 /* wrapping: the type of sums and products; ordered: that of comparisons; nan: lanes of b that win any comparison. */
 #define COMBINE(wrapping, ordered, nan)                                                                                \
-    (op == HR_KERNEL_SUM       ? (vector_uint8)((wrapping)a + (wrapping)b)                                             \
-     : op == HR_KERNEL_PRODUCT ? (vector_uint8)((wrapping)a * (wrapping)b)                                             \
-     : op == HR_KERNEL_MIN     ? pick((vector_uint8)((ordered)b < (ordered)a) | (nan), b, a)                           \
+    (op == HORO_SUM       ? (vector_uint8)((wrapping)a + (wrapping)b)                                                  \
+     : op == HORO_PRODUCT ? (vector_uint8)((wrapping)a * (wrapping)b)                                                  \
+     : op == HORO_MIN     ? pick((vector_uint8)((ordered)b < (ordered)a) | (nan), b, a)                                \
                                : pick((vector_uint8)((ordered)b > (ordered)a) | (nan), b, a))
 
 HR_INLINE vector_uint8 combine(int dtype, int op, vector_uint8 a, vector_uint8 b) {
     const vector_uint8 none = {0};
-    if (op >= HR_KERNEL_AND) {
-        return op == HR_KERNEL_AND ? a & b : op == HR_KERNEL_OR ? a | b : a ^ b;
+    if (op >= HORO_BAND) {
+        return op == HORO_BAND ? a & b : op == HORO_BOR ? a | b : a ^ b;
     }
     switch (dtype) {
     case HORO_UINT8: return COMBINE(vector_uint8, vector_uint8, none);
@@ -105,7 +105,7 @@ HR_INLINE vector_uint8 combine(int dtype, int op, vector_uint8 a, vector_uint8 b
     case HORO_UINT16: return COMBINE(vector_uint16, vector_uint16, none);
     case HORO_UINT32: return COMBINE(vector_uint32, vector_uint32, none);
     case HORO_UINT64: return COMBINE(vector_uint64, vector_uint64, none);
-    case HORO_BOOL: return op == HR_KERNEL_SUM || op == HR_KERNEL_MAX ? a | b : a & b;
+    case HORO_BOOL: return op == HORO_SUM || op == HORO_MAX ? a | b : a & b;
     case HORO_FLOAT64:
         return COMBINE(vector_double, vector_double, (vector_uint8)((vector_double)b != (vector_double)b));
     default: return COMBINE(vector_float, vector_float, (vector_uint8)((vector_float)b != (vector_float)b));
@@ -275,7 +275,7 @@ HR_INLINE void run(int dtype, int op, const struct hr_span *span) {
 }
 
 HR_INLINE void convert(int to, int from, const struct hr_span *span) {
-    run_all(to, from, HR_KERNEL_SUM, span, hr_kernel_scalar.convert[to][from]);
+    run_all(to, from, HORO_SUM, span, hr_kernel_scalar.convert[to][from]);
 }
 
 HR_DEFINE_ALL_OPS

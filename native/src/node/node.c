@@ -134,21 +134,13 @@ hr_status hr_sleep_reserve(struct hr_sleep *sleep, size_t count) {
     return HORO_OK;
 }
 
-/* The most descriptors that a transport to the hosts of a team may have to poll. */
-static size_t fds_of(const struct hr_node *node, int host_count) {
-    return (size_t)(1 + node->sockets_per_peer) * (size_t)host_count;
-}
-
-hr_status hr_node_add_transport(struct hr_node *node, struct hr_transport *transport, int host_count) {
-    const size_t fds = node->poll_count + fds_of(node, host_count);
-    const int reserved = hr_sleep_reserve(&node->sleep, fds);
+hr_status hr_node_add_transport(struct hr_node *node, struct hr_transport *transport) {
     const size_t count = (size_t)node->transport_count + 1;
     struct hr_transport **transports = realloc((void *)node->transports, count * sizeof *transports);
-    node->transports = transports == NULL ? node->transports : transports;
-    if (reserved != HORO_OK || transports == NULL) {
+    if (transports == NULL) {
         return HORO_ERR_RESOURCE;
     }
-    node->poll_count = fds;
+    node->transports = transports;
     node->transports[node->transport_count++] = transport;
     if (node->watching) {
         transport->ops->watch(transport, 1);
@@ -156,11 +148,10 @@ hr_status hr_node_add_transport(struct hr_node *node, struct hr_transport *trans
     return HORO_OK;
 }
 
-void hr_node_drop_transport(struct hr_node *node, const struct hr_transport *transport, int host_count) {
+void hr_node_drop_transport(struct hr_node *node, const struct hr_transport *transport) {
     for (int i = 0; i < node->transport_count; i++) {
         if (node->transports[i] == transport) {
             node->transports[i] = node->transports[--node->transport_count];
-            node->poll_count -= fds_of(node, host_count);
             return;
         }
     }

@@ -46,14 +46,13 @@ struct hr_node {
     struct hr_mpi mpi;              /* without ops: none */
     const struct hr_kernel *kernel;
     int *wake_fds;         /* [local_size]; NULL: all ranks are on this host, and woken through the arena */
-    int *owned_fds;        /* all descriptors but the transport's, for closing */
-    int owned_fd_count;
-    int *life_fds;         /* [local_size]; -1: none or ended; under the lock of the watch */
+    int *life_fds;         /* [local_size]; -1: none */
+    int arena_fd;
+    int owns_fds;          /* the three above: they are closed at the end */
     struct horo_watch *watch;     /* see watch.h; NULL: there are no life lines */
     struct hr_node *next_watched;
     int sockets_per_peer; /* of data links */
     struct hr_sleep sleep; /* the driver's */
-    size_t poll_count;     /* how many descriptors a sleep may have to name */
 
     int64_t peer_timeout_ns;
     int64_t stall_warning_ns;  /* 0: never */
@@ -85,9 +84,9 @@ static inline int hr_node_looks_at_quiet(const struct hr_node *node, int number)
 /* Moves what can be moved on all transports, the quiet ones in turn; 1 if something was. */
 int hr_node_progress(struct hr_node *node);
 
-/* Takes its team's transport to so many hosts in, or out. HORO_OK or HORO_ERR_RESOURCE, which changes nothing. */
-hr_status hr_node_add_transport(struct hr_node *node, struct hr_transport *transport, int host_count);
-void hr_node_drop_transport(struct hr_node *node, const struct hr_transport *transport, int host_count);
+/* Takes a team's transport in, or out. HORO_OK or HORO_ERR_RESOURCE, which changes nothing. */
+hr_status hr_node_add_transport(struct hr_node *node, struct hr_transport *transport);
+void hr_node_drop_transport(struct hr_node *node, const struct hr_transport *transport);
 
 /*
  * Wakes the background thread of a rank of the host where it is parked: it looks whether it must drive. It sleeps while

@@ -12,16 +12,14 @@ static hr_status allocate(struct hr_node *node, const horo_setup *setup, const s
     const size_t local = (size_t)world->local_size;
     node->local_rank = world->local_rank;
     node->local_size = world->local_size;
-    node->poll_count = 1;
     node->rank_of_local = calloc(local, sizeof *node->rank_of_local);
     node->core_choice.core_of = calloc(local, sizeof *node->core_choice.core_of);
     node->wake_fds = node->host_count == 1 ? NULL : calloc(local, sizeof *node->wake_fds);
     node->life_fds = calloc(local, sizeof *node->life_fds);
-    node->owned_fds = calloc(2 * local + 1, sizeof *node->owned_fds);
     node->host_name_of_rank = calloc((size_t)node->size, sizeof *node->host_name_of_rank);
     if (node->rank_of_local == NULL || node->core_choice.core_of == NULL ||
-        (node->wake_fds == NULL && node->host_count > 1) || node->life_fds == NULL || node->owned_fds == NULL ||
-        node->host_name_of_rank == NULL || hr_sleep_reserve(&node->sleep, node->poll_count) != HORO_OK) {
+        (node->wake_fds == NULL && node->host_count > 1) || node->life_fds == NULL || node->host_name_of_rank == NULL ||
+        hr_sleep_reserve(&node->sleep, 1) != HORO_OK) {
         return HORO_ERR_RESOURCE;
     }
     memcpy(node->rank_of_local, world->rank_of_local, local * sizeof *node->rank_of_local);
@@ -40,12 +38,6 @@ static hr_status allocate(struct hr_node *node, const horo_setup *setup, const s
     return hr_recorder_init(&node->recorder);
 }
 
-static void own(struct hr_node *node, int fd) {
-    if (fd >= 0) {
-        node->owned_fds[node->owned_fd_count++] = fd;
-    }
-}
-
 static void free_places(struct hr_node *node) {
     for (int r = 0; r < node->size && node->host_name_of_rank != NULL; r++) {
         free(node->host_name_of_rank[r]);
@@ -55,7 +47,6 @@ static void free_places(struct hr_node *node) {
     free(node->core_choice.core_of);
     free(node->wake_fds);
     free(node->life_fds);
-    free(node->owned_fds);
     free(node->sleep.fds);
     free((void *)node->transports);
     hr_recorder_fini(&node->recorder);
@@ -179,7 +170,7 @@ static hr_status connect_world(struct hr_node *node, const horo_setup *setup, st
         return error->code;
     }
     world->transport = transport;
-    return hr_node_add_transport(node, transport, node->host_count) == HORO_OK
+    return hr_node_add_transport(node, transport) == HORO_OK
                ? HORO_OK
                : hr_fail(error, HORO_ERR_RESOURCE, "out of memory for links to %d hosts", node->host_count);
 }
@@ -248,6 +239,7 @@ hr_status hr_node_init(struct hr_node *node, const horo_setup *setup, struct hr_
         .stall_shutdown_ns = (int64_t)setup->stall_shutdown_ms * 1000000,
         .sockets_per_peer = setup->sockets_per_peer == 0 ? 1 : setup->sockets_per_peer,
         .core_choice = {.enabled = setup->leaves_crowded_cores != 0},
+        .arena_fd = setup->arena_fd,
         .watch = setup->watch,
         .sleeps_under_contention = setup->sleeps_under_contention != 0,
         .log = {.level = setup->log_level, .rank = setup->rank, .queue = setup->log_queue},
@@ -277,11 +269,7 @@ hr_status hr_node_init(struct hr_node *node, const horo_setup *setup, struct hr_
 }
 
 void hr_node_own(struct hr_node *node, const horo_setup *setup) {
-    for (int i = 0; i < node->local_size; i++) {
-        own(node, node->wake_fds == NULL ? -1 : setup->wake_fds[i]);
-        own(node, i == node->local_rank ? -1 : setup->life_fds[i]);
-    }
-    own(node, setup->arena_fd);
+    node->owns_fds = 1;
     if (node->host_count > 1) {
         /* the transport has its own */
         hr_node_close_links(node, node->host_count, setup->control_fds, setup->data_fds);
@@ -292,10 +280,12 @@ void hr_node_close_fds(struct hr_node *node) {
     if (node->watch != NULL) {
         hr_watch_remove(node->watch, node);
     }
-    for (int i = 0; i < node->owned_fd_count; i++) {
-        (void)close(node->owned_fds[i]);
+    if (node->owns_fds) {
+        close_all(node->wake_fds, node->local_size);
+        close_all(node->life_fds, node->local_size);
+        close_all(&node->arena_fd, 1);
     }
-    node->owned_fd_count = 0;
+    node->owns_fds = 0;
 }
 
 static void unmap_arena(void *arena) {

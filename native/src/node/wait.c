@@ -162,26 +162,32 @@ static int64_t shorter(int64_t a_ns, int64_t b_ns) {
     return a_ns < 0 || (b_ns >= 0 && b_ns < a_ns) ? b_ns : a_ns;
 }
 
-/* With the mark set that this rank sleeps, so that whoever changes something from here on wakes it. */
-static void name_events(const struct hr_node *node, struct hr_sleep *sleep, size_t room) {
+/*
+ * With the mark set that this rank sleeps, so that whoever changes something from here on wakes it. Leaves room for so
+ * many descriptors behind those of the links.
+ */
+static void name_events(const struct hr_node *node, struct hr_sleep *sleep, size_t spare) {
     sleep->look_ns = node->poll_within_ns > 0 ? node->poll_within_ns : -1; /* the longest sleep; -1: any */
     if (node->wake_fds == NULL) {
         sleep->word = &node->arena.blocks[node->local_rank].sleeping;
         sleep->value = 1;
         return;
     }
-    struct pollfd *fds = sleep->fds;
-    fds[0] = (struct pollfd){.fd = node->wake_fds[node->local_rank], .events = POLLIN};
+    sleep->fds[0] = (struct pollfd){.fd = node->wake_fds[node->local_rank], .events = POLLIN};
     sleep->word = NULL;
     sleep->count = 1;
     for (int i = 0; i < node->transport_count; i++) {
-        sleep->look_ns = shorter(sleep->look_ns, hr_transport_poll_within_ns(node->transports[i]));
-        const size_t left = room - sleep->count;
-        const size_t links = node->transports[i]->ops->sleep_fds(node->transports[i], fds + sleep->count, left);
-        if (links > left) { /* there was no memory for them all */
+        struct hr_transport *transport = node->transports[i];
+        size_t room = sleep->capacity - spare - sleep->count;
+        const size_t links = transport->ops->sleep_fds(transport, sleep->fds + sleep->count, room);
+        sleep->look_ns = shorter(sleep->look_ns, hr_transport_poll_within_ns(transport));
+        if (links > room && hr_sleep_reserve(sleep, sleep->count + links + spare) == HORO_OK) {
+            room = transport->ops->sleep_fds(transport, sleep->fds + sleep->count, links);
+        }
+        if (links > room) { /* there is no memory for them all */
             sleep->look_ns = shorter(sleep->look_ns, LOOK_AT_UNNAMED_NS);
         }
-        sleep->count += links < left ? links : left;
+        sleep->count += links < room ? links : room;
     }
 }
 
@@ -227,7 +233,7 @@ static enum awoken sleep_until_woken(struct hr_node *node, hr_ready ready, void 
         return NOT_ASLEEP;
     }
     struct hr_sleep *sleep = &node->sleep;
-    name_events(node, sleep, sleep->capacity);
+    name_events(node, sleep, 0);
     sleep->deadline_ns = deadline_ns;
     atomic_fetch_add_explicit(&node->sleeps, 1, memory_order_relaxed);
     const int events = hr_node_sleep(sleep);
@@ -332,8 +338,7 @@ int hr_node_prepare_sleep(struct hr_node *node, hr_ready ready, void *arg, struc
     if (spin(node, ready, arg, 0, 0) || !set_mark(node, ready, arg)) {
         return 1;
     }
-    (void)hr_sleep_reserve(sleep, node->poll_count + 1);
-    name_events(node, sleep, sleep->capacity - 1);
+    name_events(node, sleep, 1);
     sleep->deadline_ns = deadline_ns;
     return 0;
 }

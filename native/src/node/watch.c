@@ -19,19 +19,16 @@ struct horo_watch {
     int32_t stop_fd;
 };
 
-/* Nothing is ever sent on a life line. */
-static int has_ended(int fd) {
-    char byte;
-    const ssize_t count = recv(fd, &byte, sizeof byte, MSG_DONTWAIT);
-    return count == 0 || (count < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR);
-}
-
-/* Under the lock. The line may be nobody's by now. */
+/* Under the lock. The line may be nobody's by now. Nothing is ever sent on one. */
 static void look_at(const struct horo_watch *watch, int fd) {
+    char byte;
     for (struct hr_node *node = watch->first; node != NULL; node = node->next_watched) {
         for (int i = 0; i < node->local_size; i++) {
-            if (node->life_fds[i] == fd && has_ended(fd)) {
-                node->life_fds[i] = -1;
+            if (node->life_fds[i] != fd) {
+                continue;
+            }
+            const ssize_t count = recv(fd, &byte, sizeof byte, MSG_DONTWAIT);
+            if (count == 0 || (count < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)) {
                 (void)epoll_ctl(watch->epoll_fd, EPOLL_CTL_DEL, fd, NULL);
                 hr_node_lose(node, i);
             }
@@ -62,14 +59,12 @@ static hr_status watch_line(const struct horo_watch *watch, int fd, struct hr_er
 }
 
 hr_status hr_watch_add(struct horo_watch *watch, struct hr_node *node, struct hr_error *error) {
-    int count = 0;
     int status = HORO_OK;
     (void)pthread_mutex_lock(&watch->lock);
     node->next_watched = watch->first;
     watch->first = node;
     for (int i = 0; i < node->local_size && status == HORO_OK; i++) {
         status = node->life_fds[i] < 0 ? HORO_OK : watch_line(watch, node->life_fds[i], error);
-        count++;
     }
     (void)pthread_mutex_unlock(&watch->lock);
     if (status != HORO_OK) {
@@ -112,17 +107,6 @@ static void destroy(struct horo_watch *watch) {
     free(watch);
 }
 
-static hr_status start(struct horo_watch *watch, struct hr_error *error) {
-    watch->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
-    watch->stop_fd = -1;
-    if (watch->epoll_fd < 0) {
-        return hr_fail(error, HORO_ERR_RESOURCE, "cannot watch the processes of other ranks: %s", strerror(errno));
-    }
-    HR_TRY(hr_descriptor_event(&watch->stop_fd, error));
-    HR_TRY(watch_line(watch, watch->stop_fd, error));
-    return hr_thread_start(&watch->thread, thread_main, watch, "the thread that watches other ranks", error);
-}
-
 hr_status hr_watch_create(struct horo_watch **watch, struct hr_error *error) {
     struct horo_watch *created = calloc(1, sizeof *created);
     if (created == NULL) {
@@ -130,13 +114,22 @@ hr_status hr_watch_create(struct horo_watch **watch, struct hr_error *error) {
     }
     (void)pthread_mutex_init(&created->lock, NULL);
     hr_owner_init(&created->owner);
-    const int status = start(created, error);
-    if (status == HORO_OK) {
-        *watch = created;
-        return HORO_OK;
+    created->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
+    created->stop_fd = -1;
+    int status = created->epoll_fd >= 0 ? HORO_OK
+                                        : hr_fail(error, HORO_ERR_RESOURCE,
+                                                  "cannot watch the processes of other ranks: %s", strerror(errno));
+    status = status == HORO_OK ? hr_descriptor_event(&created->stop_fd, error) : status;
+    status = status == HORO_OK ? watch_line(created, created->stop_fd, error) : status;
+    status = status == HORO_OK ? hr_thread_start(&created->thread, thread_main, created,
+                                                 "the thread that watches other ranks", error)
+                               : status;
+    if (status != HORO_OK) {
+        destroy(created);
+        return status;
     }
-    destroy(created);
-    return status;
+    *watch = created;
+    return HORO_OK;
 }
 
 void hr_watch_destroy(struct horo_watch *watch) {

@@ -84,41 +84,29 @@ static void let_go(struct hr_io *io) {
     io->given_bytes = io->done_bytes;
 }
 
-/* Only a receive can be. */
-static void cancel(struct mpi_transport *self, int direction, struct hr_io *io) {
-    if (direction == RECV) {
-        (void)self->mpi->ops->change(self->mpi, HORO_MPI_CANCEL, &io->request);
-    }
-}
-
-/* An error of MPI about a request ends it too. */
-static void test(struct mpi_transport *self, int direction, struct hr_io *io) {
-    int done = 0;
-    (void)direction;
-    if (self->mpi->ops->test(self->mpi, &io->request, &done) != 0 || done) {
-        let_go(io);
-    }
-}
-
-static void strand(struct mpi_transport *self, int direction, struct hr_io *io) {
-    (void)direction;
-    atomic_fetch_add_explicit(&self->mpi->stranded, 1, memory_order_relaxed);
-    (void)self->mpi->ops->change(self->mpi, HORO_MPI_REQUEST_FREE, &io->request);
-    let_go(io);
-}
+enum taking { CANCEL, TEST, STRAND }; /* a send cannot be cancelled; an error of MPI about a request ends it too */
 
 /* Does something with all of peers [begin, end) that MPI has; returns how much it has afterwards. */
-static int each_held(struct mpi_transport *self, int begin, int end,
-                     void (*act)(struct mpi_transport *self, int direction, struct hr_io *io)) {
+static int take_back(struct mpi_transport *self, int begin, int end, enum taking how) {
+    const struct hr_mpi_ops *ops = self->mpi->ops;
     int held = 0;
     for (int i = begin * DIRECTIONS; i < end * DIRECTIONS; i++) {
-        const int direction = i % DIRECTIONS;
-        struct hr_io *io = self->peers[i / DIRECTIONS].stream[direction].queue.head;
+        struct hr_io *io = self->peers[i / DIRECTIONS].stream[i % DIRECTIONS].queue.head;
         for (; io != NULL; io = io->next) {
-            if (is_held(io)) {
-                act(self, direction, io);
-                held += is_held(io);
+            int done = 0;
+            if (!is_held(io)) {
+                continue;
             }
+            if (how == CANCEL && i % DIRECTIONS == RECV) {
+                (void)ops->change(self->mpi, HORO_MPI_CANCEL, &io->request);
+            } else if (how == TEST && (ops->test(self->mpi, &io->request, &done) != 0 || done)) {
+                let_go(io);
+            } else if (how == STRAND) {
+                atomic_fetch_add_explicit(&self->mpi->stranded, 1, memory_order_relaxed);
+                (void)ops->change(self->mpi, HORO_MPI_REQUEST_FREE, &io->request);
+                let_go(io);
+            }
+            held += is_held(io);
         }
     }
     return held;
@@ -128,12 +116,12 @@ static int each_held(struct mpi_transport *self, int begin, int end,
 static int fail_peers(struct mpi_transport *self, int begin, int end) {
     int any = 0;
     if (hr_mpi_is_usable(self->mpi)) {
-        (void)each_held(self, begin, end, cancel);
+        (void)take_back(self, begin, end, CANCEL);
         const int64_t end_ns = hr_now_ns() + TAKE_BACK_WITHIN_NS;
-        while (each_held(self, begin, end, test) > 0 && hr_now_ns() < end_ns) {
+        while (take_back(self, begin, end, TEST) > 0 && hr_now_ns() < end_ns) {
             (void)sched_yield();
         }
-        (void)each_held(self, begin, end, strand);
+        (void)take_back(self, begin, end, STRAND);
     }
     for (int peer = begin; peer < end; peer++) {
         any |= hr_queue_fail(&self->peers[peer].stream[SEND].queue);
@@ -335,9 +323,6 @@ static void mpi_abandon(struct hr_transport *transport, enum hr_channel channel)
 }
 
 static void mpi_destroy(struct hr_transport *transport) {
-    if (transport == NULL) {
-        return;
-    }
     struct mpi_transport *self = (struct mpi_transport *)transport;
     (void)fail_peers(self, 0, self->host_count);
     self->control->ops->destroy(self->control);

@@ -271,9 +271,6 @@ static void tcp_abandon(struct hr_transport *transport, enum hr_channel channel)
 }
 
 static void tcp_destroy(struct hr_transport *transport) {
-    if (transport == NULL) {
-        return;
-    }
     struct tcp *tcp = (struct tcp *)transport;
     for (int i = 0; i < tcp->link_count; i++) {
         (void)fail_link(tcp, i);

@@ -103,7 +103,7 @@ struct hr_transport_ops {
      */
     void (*abandon)(struct hr_transport *transport, enum hr_channel channel);
 
-    /* Fails all posted ios, closes descriptors, frees. NULL is allowed. */
+    /* Fails all posted ios, closes descriptors, frees. */
     void (*destroy)(struct hr_transport *transport);
 };
 

@@ -9,8 +9,10 @@
 enum {
     REQUEST_FIXED_BYTES = 3 + 4 + 8 + 8 + 2 + 4, /* everything of a request but its name and tensors */
     TENSOR_FIXED_BYTES = 3,
-    NUMBERS_MAX = 64, /* bytes of a message that belong to no text, rows, data or request */
+    NUMBERS_MAX = 64 + 8 * HR_WIRE_KNOBS_MAX, /* bytes of a message that belong to no text, rows, data or request */
 };
+
+_Static_assert((int)HORO_KNOB_COUNT <= (int)HR_WIRE_KNOBS_MAX, "there is room for the knobs");
 
 static uint8_t *write_i32(uint8_t *at, int32_t value) {
     return hr_store_u32(at, (uint32_t)value);
@@ -27,8 +29,9 @@ static size_t str16_bytes(struct hr_wire_text text) {
     return text.bytes < HR_WIRE_TEXT_MAX ? text.bytes : HR_WIRE_TEXT_MAX;
 }
 
+/* NULL: the caller of put writes them. */
 static uint8_t *write_bytes(uint8_t *at, const void *data, size_t bytes) {
-    if (bytes > 0) {
+    if (bytes > 0 && data != NULL) {
         memcpy(at, data, bytes);
     }
     return at + bytes;
@@ -176,30 +179,6 @@ hr_status hr_wire_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t c
     return finish(out, at);
 }
 
-hr_status hr_wire_put_data(struct hr_buffer *out, uint32_t id, size_t bytes, uint8_t **room) {
-    uint8_t *at = bytes > HR_WIRE_DATA_MAX ? NULL : begin(out, 1 + 4 + 4 + bytes);
-    if (at == NULL) {
-        return HORO_ERR_RESOURCE;
-    }
-    *at++ = HR_WIRE_DATA;
-    *room = hr_store_u32(hr_store_u32(at, id), (uint32_t)bytes);
-    return finish(out, *room + bytes);
-}
-
-hr_status hr_wire_put_tune(struct hr_buffer *out, int is_final, const uint64_t *values, uint32_t count) {
-    uint8_t *at = count == 0 || count > HR_WIRE_KNOBS_MAX ? NULL : begin(out, 1 + 1 + 4 + 8 * (size_t)count);
-    if (at == NULL) {
-        return HORO_ERR_RESOURCE;
-    }
-    *at++ = HR_WIRE_TUNE;
-    *at++ = is_final != 0;
-    at = hr_store_u32(at, count);
-    for (uint32_t i = 0; i < count; i++) {
-        at = hr_store_u64(at, values[i]);
-    }
-    return finish(out, at);
-}
-
 int hr_wire_put(struct hr_buffer *out, const struct hr_wire_message *message) {
     const size_t most = NUMBERS_MAX + str16_bytes(message->name) + str16_bytes(message->text) +
                         str16_bytes(message->others) + message->rows.bytes + message->data_bytes +
@@ -215,24 +194,26 @@ int hr_wire_put(struct hr_buffer *out, const struct hr_wire_message *message) {
     *at++ = (uint8_t)message->type;
     switch (message->type) {
     case HR_WIRE_REQUEST:
+    case HR_WIRE_LEAVE:
         at = write_str16(write_i32(write_i32(at, message->rank), message->status), message->text);
-        at = write_bytes(write_rows(at, message->rows), message->request.bytes, message->request.byte_count);
+        if (message->type == HR_WIRE_REQUEST) {
+            at = write_bytes(write_rows(at, message->rows), message->request.bytes, message->request.byte_count);
+        }
         break;
-    case HR_WIRE_ROWS:
-        at = write_rows(hr_store_u32(at, message->id), message->rows);
-        break;
+    case HR_WIRE_ROWS: at = write_rows(hr_store_u32(at, message->id), message->rows); break;
     case HR_WIRE_DATA:
     case HR_WIRE_RESULT:
         at = hr_store_u32(hr_store_u32(at, message->id), (uint32_t)message->data_bytes);
         at = write_bytes(at, message->data, message->data_bytes);
         break;
+    case HR_WIRE_TUNE:
+        *at++ = message->is_final != 0;
+        at = write_bytes(hr_store_u32(at, message->count), message->items, 8 * (size_t)message->count);
+        break;
     case HR_WIRE_LOST:
         at = write_i32(write_i32(at, message->rank), message->status);
         *at++ = (uint8_t)message->reason;
         at = write_str16(write_i32(at, message->by), message->text);
-        break;
-    case HR_WIRE_LEAVE:
-        at = write_str16(write_i32(write_i32(at, message->rank), message->status), message->text);
         break;
     case HR_WIRE_BLOCKED:
         at = write_str16(hr_store_u32(write_i32(at, message->rank), message->question), message->text);
@@ -240,15 +221,12 @@ int hr_wire_put(struct hr_buffer *out, const struct hr_wire_message *message) {
         at = write_bytes(hr_store_u32(at, (uint32_t)message->data_bytes), message->data, message->data_bytes);
         at = hr_store_u32(at, message->count);
         break;
-    case HR_WIRE_QUERY:
-        at = hr_store_u32(at, message->question);
-        break;
+    case HR_WIRE_QUERY: at = hr_store_u32(at, message->question); break;
     case HR_WIRE_ASK:
     case HR_WIRE_DONE:
-        at = write_i32(at, message->rank);
-        break;
     case HR_WIRE_JOINED:
-        at = hr_store_u64(write_i32(at, message->rank), message->at);
+        at = write_i32(at, message->rank);
+        at = message->type == HR_WIRE_JOINED ? hr_store_u64(at, message->at) : at;
         break;
     case HR_WIRE_MAIL:
         at = write_i32(write_i32(at, message->rank), message->mail.to);
@@ -263,10 +241,8 @@ int hr_wire_put(struct hr_buffer *out, const struct hr_wire_message *message) {
         at = write_i32(at, message->type == HR_WIRE_FAIL ? message->status : message->rank);
         at = write_str16(write_str16(at, message->name), message->text);
         break;
-    case HR_WIRE_BATCH:
-        at = hr_store_u32(at, message->count);
-        break;
-    default: return HORO_ERR_INTERNAL; /* IDS and TUNE have functions of their own */
+    case HR_WIRE_BATCH: at = hr_store_u32(at, message->count); break;
+    default: return HORO_ERR_INTERNAL; /* IDS have a function of their own */
     }
     return at - begun > HR_WIRE_MESSAGE_MAX ? HORO_ERR_RESOURCE : finish(out, at);
 }

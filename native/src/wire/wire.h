@@ -215,12 +215,9 @@ struct hr_wire_rows hr_wire_encode_rows(const horo_request *request, uint8_t *ro
  * on failure nothing is appended. A text longer than HR_WIRE_TEXT_MAX is cut.
  */
 hr_status hr_wire_put_ids(struct hr_buffer *out, const uint32_t *ids, uint32_t count);
-/* A DATA message, whose values the caller writes to *room, until something else is appended. */
-hr_status hr_wire_put_data(struct hr_buffer *out, uint32_t id, size_t bytes, uint8_t **room);
-/* At most HR_WIRE_KNOBS_MAX values. */
-hr_status hr_wire_put_tune(struct hr_buffer *out, int is_final, const uint64_t *values, uint32_t count);
 /*
- * All others, from the fields that decode sets; of a request `bytes` and `byte_count`. Of a BATCH and a BLOCKED, which
+ * All others, from the fields that decode sets; of a request `bytes` and `byte_count`. Where `data` of a DATA is NULL,
+ * the caller writes the values to the end of `out`, until something else is appended. Of a BATCH and a BLOCKED, which
  * are built piece by piece into the same buffer, their beginning: behind it `count` refs and end_batch, or `count`
  * times a lane with so many hashes.
  */

@@ -30,7 +30,8 @@ size_t shim_share_most(size_t bytes, int owners) {
 }
 
 size_t shim_two_level_reserved(int hosts, int owners, size_t value_bytes, size_t segment_bytes) {
-    return hr_two_level_scratch_bytes(&hr_tuning_defaults, hosts, owners, value_bytes, segment_bytes);
+    return hr_two_level_scratch_bytes(&hr_tuning_defaults, hosts, value_bytes, hr_share_most(segment_bytes, owners),
+                                      &hr_cross_ring);
 }
 
 size_t shim_two_level_needed(int hosts, int owners, size_t value_bytes, size_t segment_bytes, int index) {

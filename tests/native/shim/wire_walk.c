@@ -132,15 +132,6 @@ static int encode_blocked(const struct hr_wire_message *message, struct hr_buffe
     return HORO_OK;
 }
 
-static int encode_tune(const struct hr_wire_message *message, struct hr_buffer *out) {
-    uint64_t values[HR_WIRE_KNOBS_MAX];
-    REQUIRE(message->count > 0 && message->count <= HR_WIRE_KNOBS_MAX);
-    for (uint32_t i = 0; i < message->count; i++) {
-        values[i] = hr_wire_u64(message->items, i);
-    }
-    return hr_wire_put_tune(out, message->is_final, values, message->count);
-}
-
 static int encode_again(const struct hr_wire_message *message, struct hr_buffer *out) {
     switch (message->type) {
     case HR_WIRE_IDS: return encode_ids(message, out);
@@ -149,7 +140,6 @@ static int encode_again(const struct hr_wire_message *message, struct hr_buffer 
         walk_request(&message->request);
         break;
     case HR_WIRE_BLOCKED: return encode_blocked(message, out);
-    case HR_WIRE_TUNE: return encode_tune(message, out);
     default:
         break;
     }

@@ -66,13 +66,11 @@ int hr_announcer_knows(struct hr_announcer *announcer, struct hr_request *reques
 
 int hr_announcer_put_id(struct hr_announcer *announcer, const struct hr_request *request, size_t carried) {
     if (carried > 0) { /* the values are packed where they travel */
-        uint8_t *room;
-        size_t mark;
+        struct hr_buffer *out = &announcer->out;
         HR_TRY(hr_announcer_write_ids(announcer)); /* ordered calls are counted as they come */
-        HR_TRY(hr_frame_begin(&announcer->out, &mark));
-        HR_TRY(hr_wire_put_data(&announcer->out, request->announced_id, carried, &room));
-        hr_carried_pack(announcer->team, &request->call, room);
-        hr_frame_end(&announcer->out, mark);
+        HR_TRY(hr_frame_put(out, &(struct hr_wire_message){
+                                     .type = HR_WIRE_DATA, .id = request->announced_id, .data_bytes = carried}));
+        hr_carried_pack(announcer->team, &request->call, out->data + out->end - carried);
         return HORO_OK;
     }
     if (request->rows.count > 0) {

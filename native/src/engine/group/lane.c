@@ -99,7 +99,7 @@ int hr_lane_open(struct hr_lane *lane, int32_t id, const uint64_t *values, struc
     team->id = id;
     team->number = hr_team_number(id);
     HR_TRY(hr_partition_map(&node->arena, team->number, &team->partition, error));
-    if (team->transport != NULL && hr_node_add_transport(node, team->transport, team->host_count) != HORO_OK) {
+    if (team->transport != NULL && hr_node_add_transport(node, team->transport) != HORO_OK) {
         return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for links to %d hosts", team->host_count);
     }
     hr_partition_enter(&node->arena, team->number);
@@ -111,7 +111,7 @@ int hr_lane_open(struct hr_lane *lane, int32_t id, const uint64_t *values, struc
 
 void hr_lane_close(struct hr_lane *lane) {
     if (lane->team->transport != NULL) {
-        hr_node_drop_transport(lane->node, lane->team->transport, lane->team->host_count);
+        hr_node_drop_transport(lane->node, lane->team->transport);
     }
     if (hr_partition_leave(&lane->node->arena, lane->team->number, &lane->team->partition)) {
         hr_node_wake_all(lane->node); /* one that adds a team of this number may have waited for it */

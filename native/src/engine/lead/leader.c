@@ -198,14 +198,16 @@ void hr_leader_make_due(struct hr_leader *leader, const uint64_t *values, int is
 static int write_tuning(struct hr_leader *leader) {
     struct hr_buffer *out = &leader->log_out;
     const size_t before = hr_buffer_size(out);
-    size_t mark;
-    HR_TRY(hr_frame_begin(out, &mark));
+    uint8_t items[sizeof leader->tuning];
     hr_drive_lock(leader->drive);
-    const int status = hr_wire_put_tune(out, leader->is_tuning_final, leader->tuning, HORO_KNOB_COUNT);
+    for (int i = 0; i < HORO_KNOB_COUNT; i++) {
+        (void)hr_store_u64(items + (size_t)i * sizeof *leader->tuning, leader->tuning[i]);
+    }
+    const struct hr_wire_message tune = {
+        .type = HR_WIRE_TUNE, .is_final = leader->is_tuning_final, .count = HORO_KNOB_COUNT, .items = items};
     atomic_store(&leader->is_tuning_due, 0);
     hr_drive_unlock(leader->drive);
-    HR_TRY(status);
-    hr_frame_end(out, mark);
+    HR_TRY(hr_frame_put(out, &tune));
     return hr_leader_hand_down(leader, before);
 }
 
