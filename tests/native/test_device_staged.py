@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from device_group import SUM, Gpu, Nccl, OnGpu
-from ranks import Group, Rank, describe, on_ranks
+from device_group import Gpu, Nccl, OnGpu
+from ranks import SUM, Group, Rank, describe, on_ranks
 
 from horo.core import context
 from horo.core.libraries import copy_back
@@ -25,7 +25,7 @@ def test_values_are_taken_behind_the_programs_work_and_it_goes_on_behind_the_res
     own = OnGpu(rank, gpu, default_stream=default_stream)
     array = np.full(length, rank.rank, np.float32)
     gate = gpu.hold_stream(own.stream)
-    handle, source, target = own.submit("allreduce", "x", array, reduce_op=context.REDUCE_OPS["sum"])
+    handle, source, target = own.submit("allreduce", "x", array, reduce_op=SUM)
     assert not rank.context.poll(handle)
     gpu.open(gate)
     own.finish(handle)

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import wire_oracle as oracle
 from fabric import close_setup, make_setups
-from ranks import Rank, on_ranks, wait_for
+from ranks import SUM, Rank, on_ranks, wait_for
 
 from horo.core import context
 from horo.core.context import Context
 
-SUM = context.REDUCE_OPS["sum"]
 CALLS, TURNS, LIMIT_S = 20, 15, 30
 
 
