@@ -16,8 +16,6 @@ from horo.bootstrap.teams import exchange_bytes
 from horo.core import context as _core
 from horo.core.libraries import copy_back, use_cuda
 
-SUM = _core.REDUCE_OPS["sum"]
-
 
 class Gpu(Driver):
     """The double, as the program that calls horo sees it."""

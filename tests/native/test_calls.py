@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import Rank, describe, on_ranks
+from ranks import SUM, Rank, describe, on_ranks
 
 from horo.core import context
 from horo.core.calls import Caller, Gradient, Numbers, Ready, Slot, changed, is_shared, note_sharing, pick, repeat
@@ -23,7 +23,7 @@ class Kept(Slot):
         super().__init__()
         array = tensor.detach().numpy()
         self.buffer = context.RequestBuffer.of(
-            context.OPS["allreduce"], name, describe([array], [array]), reduce_op=context.REDUCE_OPS["sum"]
+            context.OPS["allreduce"], name, describe([array], [array]), reduce_op=SUM
         )
         self.bind(*self.buffer.places(), numbers, len(name))
         self.learn(tensor, tensor, tensor.nbytes, tensor.nbytes)

@@ -5,8 +5,8 @@ import threading
 
 import numpy as np
 import pytest
-from device_group import SUM, Gpu, OnGpu
-from ranks import Group, Rank, on_ranks, recorded_stderr, wait_for
+from device_group import Gpu, OnGpu
+from ranks import SUM, Group, Rank, on_ranks, recorded_stderr, wait_for
 
 from horo.core import context
 from horo.core.libraries import copy_back

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from ranks import NUMPY_OF_COMPLEX, Group, Rank, on_ranks, run_ranks, wait_for
+from ranks import NUMPY_OF_COMPLEX, SUM, Group, Rank, on_ranks, run_ranks, wait_for
 from skips import whole
 
 from horo.core import context as _core
@@ -221,7 +221,7 @@ def test_a_rank_that_dies_while_segments_travel_is_named_and_lets_go_of_memory(h
     def reduce_and_die(rank: Rank) -> None:
         data[rank.rank][:] = rank.rank + 1
         try:
-            handle = rank.submit("allreduce", "x", [data[rank.rank]], reduce_op=_core.REDUCE_OPS["sum"])
+            handle = rank.submit("allreduce", "x", [data[rank.rank]], reduce_op=SUM)
             if rank.rank == victim:
                 wait_for(lambda: data[victim][0] == total)
                 group.kill(victim)

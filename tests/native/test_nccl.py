@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_group import SUM, Gpu, Nccl, on_gpu
-from ranks import Rank, on_ranks, run_ranks
+from device_group import Gpu, Nccl, on_gpu
+from ranks import SUM, Rank, on_ranks, run_ranks
 
 from horo.core import context
 

@@ -7,8 +7,8 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
-from ranks import Rank, Written, on_ranks, run_ranks, wait_for
+from device_group import Gpu, Nccl, OnGpu, on_gpu
+from ranks import SUM, Rank, Written, on_ranks, run_ranks, wait_for
 
 from horo.errors import GroupError, StalledError
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import NUMPY_OF_DTYPE, Rank, describe, on_ranks, over_every_layout, rows_of
+from ranks import NUMPY_OF_DTYPE, SUM, Rank, describe, on_ranks, over_every_layout, rows_of
 
 from horo.core import context
 from horo.core.context import Tensor
@@ -139,5 +139,5 @@ def test_with_a_rank_that_has_joined_they_fail(rank: Rank) -> None:
         rank.context.finish(rank.context.start_join(0))
         return
     with pytest.raises(MismatchError, match="reduce 'r': rank 2 has joined and can neither send nor receive anything"):
-        run(rank, "reduce", "r", [tensor(one, one, one)], reduce_op=context.REDUCE_OPS["sum"])
+        run(rank, "reduce", "r", [tensor(one, one, one)], reduce_op=SUM)
     rank.context.finish(rank.context.start_join(0))
