@@ -152,7 +152,7 @@ types: build ## mypy, strict
 lint: style types ## style and types
 
 $(STAMPS)/release: .ci/requirements.lock $(STAMPS)/requirements
-	@$(PIP) --require-hashes -r $<
+	@$(PIP) --no-compile --require-hashes -r $<
 	@touch $@
 
 # The wheel as users get it, in front of the checkout's own horo; -P: nothing from this folder.

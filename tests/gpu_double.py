@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-
-_NOT_READY = 600
-_DEADLINE_S = 60.0
+from gpu_driver import Driver
 
 
 class Stream:
@@ -85,14 +82,11 @@ def _placed(shown: GpuTensor, gpu: Gpu, address: int, number: int) -> GpuTensor:
     return shown
 
 
-class Gpu:
+class Gpu(Driver):
     """The double in this process, which stands in place of the system's driver from then on."""
 
     def __init__(self, path: str) -> None:
-        self.lib = ctypes.CDLL(path)
-        self.lib.double_alloc.restype = ctypes.c_uint64
-        self.lib.double_address.restype = ctypes.c_void_p
-        self.lib.cuInit(0)
+        super().__init__(path)
         self.nccl: ctypes.CDLL | None = None
         """The double of NCCL."""
         self.stream = 0
@@ -100,8 +94,6 @@ class Gpu:
         self.recorded: list[tuple[int, int]] = []
         """What was passed to ``record_stream``: the address of the tensor, and the stream."""
         self._captured: int | None = None
-        self._gates: list[ctypes.c_int] = []
-        """The double looks at a gate until it is open, whether its caller has kept it or not."""
 
     def current_stream(self, device: torch.device) -> Stream:
         return Stream(self.stream)
@@ -109,35 +101,20 @@ class Gpu:
     def put(self, tensor: torch.Tensor, number: int = 0) -> GpuTensor:
         """A contiguous copy on the device."""
         size = tensor.numel() * tensor.element_size()
-        address = int(self.lib.double_alloc(ctypes.c_size_t(max(size, 1))))
+        address = self.alloc(size)
         memory = (ctypes.c_ubyte * max(size, 1)).from_address(self.lib.double_address(ctypes.c_uint64(address)))
         storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
         whole = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape).copy_(tensor.detach())
         shown = torch.Tensor._make_subclass(GpuTensor, whole)  # type: ignore[attr-defined]  # no view: alone in its memory
         return _placed(shown, self, address, number)
 
-    def make_stream(self) -> int:
-        out = ctypes.c_void_p()
-        assert self.lib.cuStreamCreateWithPriority(ctypes.byref(out), 0, 0) == 0
-        return int(out.value or 0)
-
     def add(self, tensor: torch.Tensor, value: float) -> None:
         """A kernel on the current stream that adds to float32 values."""
-        self.lib.double_add(
-            ctypes.c_void_p(self.stream),
-            ctypes.c_uint64(tensor.data_ptr()),
-            ctypes.c_size_t(tensor.numel() * 4),
-            ctypes.c_float(value),
-        )
+        self.add_floats(self.stream, tensor.data_ptr(), tensor.numel() * 4, value)
 
     def hold(self) -> ctypes.c_int:
-        """What comes behind it on the current stream waits until ``open`` is called with the result."""
-        self._gates.append(gate := ctypes.c_int(0))
-        self.lib.double_hold(ctypes.c_void_p(self.stream), ctypes.byref(gate))
-        return gate
-
-    def open(self, gate: ctypes.c_int) -> None:
-        self.lib.double_open(ctypes.byref(gate))
+        """As ``hold_stream``, of the current one."""
+        return self.hold_stream(self.stream)
 
     def capture(self, is_capturing: bool) -> None:
         self._captured = self.stream if is_capturing else None
@@ -158,14 +135,7 @@ class Gpu:
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """The values behind all that is on the current stream."""
-        event, ignored = ctypes.c_void_p(), ctypes.c_void_p()
-        self.lib.cuCtxPushCurrent_v2(ctypes.c_void_p(1))
-        assert self.lib.cuEventCreate(ctypes.byref(event), 0) == 0
-        assert self.lib.cuEventRecord(event, ctypes.c_void_p(self.stream)) == 0
-        deadline = time.monotonic() + _DEADLINE_S
-        while self.lib.cuEventQuery(event) == _NOT_READY:
-            assert time.monotonic() < deadline
-        self.lib.cuCtxPopCurrent_v2(ctypes.byref(ignored))
+        self.synchronize(self.stream)
         return tensor.cpu()
 
 

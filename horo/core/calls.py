@@ -12,6 +12,7 @@ from horo.core.binding import BUILD, path
 __all__ = [
     "Caller",
     "Gradient",
+    "Numbers",
     "Ready",
     "Slot",
     "changed",
@@ -25,6 +26,14 @@ __all__ = [
 
 if TYPE_CHECKING:
 
+    class Numbers:
+        """The numbers of automatic names, from 0 on."""
+
+        next: int
+
+        def take(self) -> int:
+            """The next number, which is counted."""
+
     class Slot:
         """The part in C of a ``CachedRequest``: its request, and what the tensors of the next call must look like."""
 
@@ -35,8 +44,15 @@ if TYPE_CHECKING:
         is_ready: bool
         """It has learned what tensors look like."""
 
-        def bind(self, request: int, handle: int, is_automatic: bool, /) -> None:
-            """Tells the addresses of its request and of the request's handle; and whether ``label`` gives a name."""
+        def bind(self, request: int, handle: int, numbers: Numbers | None, number_at: int, /) -> None:
+            """Tells the addresses of its request and of the request's handle.
+
+            Args:
+                request: With its name.
+                handle: Is written by each call.
+                numbers: Each call has a name with the next of these; None: they have one name.
+                number_at: The number of bytes in front of it. There is room for any number behind them.
+            """
 
         def take(self) -> bool:
             """Sets ``is_taken``; whether it was not set."""
@@ -180,6 +196,7 @@ else:
     _loader.exec_module(_calls)
     try:
         Caller, Slot, know_torch, repeat = _calls.Caller, _calls.Slot, _calls.know_torch, _calls.repeat
+        Numbers = _calls.Numbers
         Gradient, Ready, pick, changed = _calls.Gradient, _calls.Ready, _calls.pick, _calls.changed
         is_shared, note_sharing, know_gradients = _calls.is_shared, _calls.note_sharing, _calls.know_gradients
     except AttributeError as error:

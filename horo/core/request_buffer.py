@@ -245,6 +245,10 @@ class RequestBuffer:
             self._name_at = int(ffi.cast("uintptr_t", self._long_name))
         _POINTER.pack_into(self._view, 0, self._name_at)
 
+    def name(self) -> str:
+        """The name that the core reads."""
+        return bytes(ffi.string(self.request.name)).decode()
+
     def check(self) -> None:
         """Raises UsageError or UnsupportedError where a job of any size refuses it; it is not submitted."""
         error = error_buffer()

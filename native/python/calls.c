@@ -71,10 +71,21 @@ static void abandon(Caller *caller, Slot *slot, PyObject *memory) {
     call_at_end(caller, caller_names.release_abandoned, NULL);
 }
 
+/* Gives this call an automatic name, unless the slot has a name; whether it went well. */
+static int give_name(Caller *caller, Slot *slot) {
+    if (slot->numbers != NULL && caller->is_joining) { /* the number would be one of before the join */
+        return call(slot, caller_names.label, NULL);
+    }
+    if (slot->numbers != NULL) {
+        snprintf((char *)slot->request->name + slot->number_at, NUMBER_ROOM, "%lld", slot->numbers->next++);
+    }
+    return 1;
+}
+
 /* Runs the request of a slot that this call has taken, whose tensors are set; whether it went well. */
 static int run(Caller *caller, Slot *slot, PyObject *memory) {
     PyObject *shown = NULL, *kind, *error, *trace;
-    if (slot->is_automatic && !call(slot, caller_names.label, NULL)) {
+    if (!give_name(caller, slot)) {
         return 0;
     }
     if (is_profiled()) {
@@ -271,12 +282,14 @@ PyMODINIT_FUNC PyInit__calls(void) {
         hr_intern(&caller_names.admit, "admit") && hr_intern(&caller_names.go_on, "go_on") &&
         hr_intern(&caller_names.release_abandoned, "release_abandoned");
     PyObject *module = is_named ? PyModule_Create(&caller_definition) : NULL;
-    PyObject *slot = hr_make_slot_type(), *caller = PyType_FromSpec(&caller_spec);
-    if (module == NULL || slot == NULL || caller == NULL || PyModule_AddObjectRef(module, "Slot", slot) != 0 ||
+    PyObject *numbers = hr_make_numbers_type(), *slot = hr_make_slot_type(), *caller = PyType_FromSpec(&caller_spec);
+    if (module == NULL || numbers == NULL || slot == NULL || caller == NULL ||
+        PyModule_AddObjectRef(module, "Numbers", numbers) != 0 || PyModule_AddObjectRef(module, "Slot", slot) != 0 ||
         PyModule_AddObjectRef(module, "Caller", caller) != 0 || !hr_add_gradients(module)) {
         Py_XDECREF(module);
         module = NULL;
     }
+    Py_XDECREF(numbers);
     Py_XDECREF(slot);
     Py_XDECREF(caller);
     return module;

@@ -11,7 +11,7 @@
 #include "dlpack.h"
 #include "horo.h"
 
-enum { OUT_DIMS_MAX = 8, SIGNAL_CHECK_MS = 100 };
+enum { OUT_DIMS_MAX = 8, SIGNAL_CHECK_MS = 100, NUMBER_ROOM = 21 };
 
 /* The job. */
 typedef struct {
@@ -24,15 +24,22 @@ typedef struct {
     char ended, is_joining;
 } Caller;
 
+/* The numbers of automatic names. */
+typedef struct {
+    PyObject_HEAD
+    long long next;
+} Numbers;
+
 /* The request that is kept for a form of call. */
 typedef struct {
     PyObject_HEAD
     PyObject *key;         /* of the form of call; a tuple has items of the very types that it was made with */
     horo_request *request; /* with its tensor, in memory of the Python object that this one is a part of */
     int64_t *handle;
-    char is_taken;     /* a call uses it */
-    char is_automatic; /* each call has a name of its own */
-    char is_ready;     /* knows the tensors of the next call: */
+    Numbers *numbers;         /* NULL: it has a name. Each call has one that ends with a number: */
+    Py_ssize_t number_at;     /* in the name */
+    char is_taken; /* a call uses it */
+    char is_ready; /* knows the tensors of the next call: */
     dlpack_dtype dtype;
     int32_t out_ndim;
     int64_t bytes, out_bytes, out_shape[OUT_DIMS_MAX];
@@ -48,6 +55,7 @@ static inline int hr_intern(PyObject **name, const char *text) {
 
 /* The class, a new reference; NULL: an exception. Once. */
 PyObject *hr_make_slot_type(void);
+PyObject *hr_make_numbers_type(void);
 
 /* `read`: NULL where torch has no table, and `CachedRequest.address` is asked. */
 void hr_know_tensors(PyObject *tensor_type, dlpack_reader *read, PyObject *forward_mode);

@@ -155,12 +155,13 @@ static PyObject *slot_learn(PyObject *self, PyObject *const *given, Py_ssize_t P
     return Py_NewRef(Py_None);
 }
 
-/* bind(request, handle, is_automatic): addresses in memory that lives as long as this object. */
+/* bind(request, handle, numbers, number_at): addresses in memory that lives as long as this object. */
 static PyObject *slot_bind(PyObject *self, PyObject *const *given, Py_ssize_t Py_UNUSED(count)) {
     Slot *slot = (Slot *)self;
     slot->request = PyLong_AsVoidPtr(given[0]);
     slot->handle = PyLong_AsVoidPtr(given[1]);
-    slot->is_automatic = given[2] == Py_True;
+    slot->numbers = given[2] == Py_None ? NULL : (Numbers *)Py_NewRef(given[2]);
+    slot->number_at = PyLong_AsSsize_t(given[3]);
     return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
@@ -173,7 +174,28 @@ static PyObject *slot_take(PyObject *self, PyObject *Py_UNUSED(none)) {
 
 static void slot_dealloc(PyObject *self) {
     Py_CLEAR(((Slot *)self)->key);
+    Py_XDECREF((PyObject *)((Slot *)self)->numbers);
     hr_free_object(self);
+}
+
+/* take(): the next number. */
+static PyObject *numbers_take(PyObject *self, PyObject *Py_UNUSED(none)) {
+    return PyLong_FromLongLong(((Numbers *)self)->next++);
+}
+
+static PyMethodDef numbers_methods[] = {{"take", numbers_take, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
+static PyMemberDef numbers_members[] = {
+    {"next", T_LONGLONG, offsetof(Numbers, next), 0, NULL}, {NULL, 0, 0, 0, NULL},
+};
+static PyType_Slot numbers_slots[] = {
+    {Py_tp_methods, numbers_methods}, {Py_tp_members, numbers_members}, {Py_tp_dealloc, hr_free_object}, {0, NULL},
+};
+static PyType_Spec numbers_spec = {
+    "horo._calls.Numbers", sizeof(Numbers), 0, Py_TPFLAGS_DEFAULT, numbers_slots,
+};
+
+PyObject *hr_make_numbers_type(void) {
+    return PyType_FromSpec(&numbers_spec);
 }
 
 static PyMethodDef slot_methods[] = {

@@ -3,7 +3,6 @@ ranks again when one fails.
 """
 
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -15,20 +14,15 @@ from torchrun_rounds import PROGRAM as TRAINING
 from torchrun_rounds import check
 
 
-def command(mpi: Mpi, cluster: Cluster, layout: str, names: Iterable[str] = ("HORO_TRANSPORT",)) -> list[str]:
-    """What begins the command line of a job whose ranks are placed like ``layout`` and get the variables ``names``."""
-    words = [mpi.starter, mpi.hosts, where(cluster, layout), "-np", str(len(layout))]
-    passed = [word for name in names for word in (mpi.pass_on, name)] if mpi.pass_on else []
-    return [*words, *passed, *(mpi.cyclic if layout == "abab" else ())]
-
-
 def where(cluster: Cluster, layout: str) -> str:
     return ",".join(f"{host.name}:{layout.count(letter)}" for letter, host in zip("ab", cluster.hosts, strict=True))
 
 
 @pytest.mark.parametrize("layout", ["aaab", "abab"])
 def test_ranks_start_with_the_right_places(cluster: Cluster, mpi: Mpi, tmp_path: Path, layout: str) -> None:
-    words = [*command(mpi, cluster, layout), *PLACE, str(tmp_path)]
+    passed = [mpi.pass_on, "HORO_TRANSPORT"] if mpi.pass_on else []
+    cyclic = mpi.cyclic if layout == "abab" else ()
+    words = [mpi.starter, mpi.hosts, where(cluster, layout), "-np", "4", *passed, *cyclic, *PLACE, str(tmp_path)]
     done = cluster.start_on(cluster.hosts[0], words, environment=mpi.environment).finish()
     assert done.returncode == 0, done.stderr
     assert written(tmp_path) == expected(layout, cluster, mpi.library)

@@ -44,24 +44,19 @@ class MpiJobs:
 
     folder: Path
 
-    def run(self, size: int, script: str, *arguments: str, environ: Mapping[str, str] | None = None) -> Ended:
-        """The end of ``mpirun -n size python script arguments``; a job that does not end in time fails the test."""
-        return self._run(["mpirun", "-n", str(size)], script, arguments, environ)
-
-    def run_on(self, size: int, script: str, *arguments: str) -> Ended:
-        """The same, with an mpirun that lets the others go on when a rank ends early, where it can."""
-        told = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True, timeout=_DEADLINE_S)
-        # MPICH's kills them and drops what they say.
-        options = ["-disable-auto-cleanup"] if "HYDRA" in told.stdout else []
-        return self._run(["mpirun", *options, "-n", str(size)], script, arguments, None)
-
-    def run_alone(self, script: str, environ: Mapping[str, str] | None = None) -> Ended:
-        """The end of ``python script``, which no mpirun started."""
-        return self._run([], script, (), environ)
-
-    def _run(
-        self, launcher: list[str], script: str, arguments: tuple[str, ...], environ: Mapping[str, str] | None
+    def run(
+        self, size: int, script: str, *arguments: str, environ: Mapping[str, str] | None = None, goes_on: bool = False
     ) -> Ended:
+        """The end of ``mpirun -n size python script arguments``; a job that does not end in time fails the test.
+
+        ``size`` 0: without mpirun. ``goes_on``: where it can, mpirun lets the others go on when a rank ends early.
+        """
+        options = []
+        if goes_on:
+            version = ["mpirun", "--version"]
+            told = subprocess.run(version, capture_output=True, text=True, check=True, timeout=_DEADLINE_S).stdout
+            options = ["-disable-auto-cleanup"] if "HYDRA" in told else []  # else it kills them and drops what they say
+        launcher = ["mpirun", *options, "-n", str(size)] if size else []
         path = self.folder / "script.py"
         path.write_text(textwrap.dedent(script), encoding="utf-8")
         # Unbuffered, a line and its end are two writes, and mpirun may put the words of another rank between them.

@@ -94,7 +94,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(mpi_jobs: MpiJobs, transport: s
 
 
 def test_a_loss_that_the_script_survives_still_ends_the_job_with_the_culprit(mpi_jobs: MpiJobs) -> None:
-    ended = mpi_jobs.run_on(2, SCRIPT, "lost and caught")
+    ended = mpi_jobs.run(2, SCRIPT, "lost and caught", goes_on=True)
     assert ended.code != 0
     told = ended.errors + ended.output
     assert "rank 1 (" in told or "before calling" in told or "without calling" in told, told

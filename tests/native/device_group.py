@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gpu_driver import Driver
 from ranks import Rank, describe, wait_for
 
 from horo.bootstrap.nccl import Nccl as Connector
@@ -15,24 +16,18 @@ from horo.bootstrap.teams import exchange_bytes
 from horo.core import context as _core
 from horo.core.libraries import copy_back, use_cuda
 
-SUM = _core.REDUCE_OPS["sum"]
 
-
-class Gpu:
+class Gpu(Driver):
     """The double, as the program that calls horo sees it."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__(path)
         self.path = path
         self.is_broken = False
-        self.lib = ctypes.CDLL(str(path))
-        self.lib.double_alloc.restype = ctypes.c_uint64
-        self.lib.cuInit(0)
-        self._gates: list[ctypes.c_int] = []
-        """The double looks at a gate until it is open, whether its caller has kept it or not."""
 
     def put(self, array: np.ndarray) -> int:
         """The address of a copy on the device."""
-        address = int(self.lib.double_alloc(ctypes.c_size_t(max(array.nbytes, 1))))
+        address = self.alloc(array.nbytes)
         self.lib.double_write(
             ctypes.c_uint64(address), array.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(array.nbytes)
         )
@@ -46,27 +41,6 @@ class Gpu:
         )
         return array
 
-    def stream(self) -> int:
-        out = ctypes.c_void_p()
-        assert self.lib.cuStreamCreateWithPriority(ctypes.byref(out), 0, 0) == 0
-        return int(out.value or 0)
-
-    def add(self, stream: int, address: int, array: np.ndarray, value: float) -> None:
-        """A kernel that adds to float32 values."""
-        self.lib.double_add(
-            ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_size_t(array.nbytes), ctypes.c_float(value)
-        )
-
-    def hold(self, stream: int) -> ctypes.c_int:
-        """What comes behind it on the stream waits until ``open`` is called with the result."""
-        self._gates.append(gate := ctypes.c_int(0))
-        self.lib.double_hold(ctypes.c_void_p(stream), ctypes.byref(gate))
-        return gate
-
-    def open(self, *gates: ctypes.c_int) -> None:
-        for gate in gates:
-            self.lib.double_open(ctypes.byref(gate))
-
     def pause(self) -> ctypes.c_int:
         """The thread that next makes a stream wait for an event waits in that call for ``resume`` with the result."""
         self._gates.append(gate := ctypes.c_int(0))
@@ -79,15 +53,6 @@ class Gpu:
     def resume(self, gate: ctypes.c_int, code: int = 0) -> None:
         """The call goes on, or fails with the code."""
         self.lib.double_resume(ctypes.byref(gate), code)
-
-    def synchronize(self, stream: int) -> None:
-        event = ctypes.c_void_p()
-        self.lib.cuCtxPushCurrent_v2(ctypes.c_void_p(1))
-        assert self.lib.cuEventCreate(ctypes.byref(event), 0) == 0
-        assert self.lib.cuEventRecord(event, ctypes.c_void_p(stream)) == 0
-        wait_for(lambda: self.lib.cuEventQuery(event) != 600)
-        self.lib.cuEventDestroy_v2(event)
-        self.lib.cuCtxPopCurrent_v2(ctypes.byref(event))
 
     def close(self, stream: int) -> None:
         self.lib.cuStreamDestroy_v2(ctypes.c_void_p(stream))
@@ -191,7 +156,7 @@ class OnGpu:
             places = {"cuda": [str(gpu.path)], "nccl": [str(path) for path in nccl]}
             self.connector.connect_world(device, rank.rank, partial(exchange_bytes, rank.context, "nccl"), **places)
         self.rank, self.gpu, self.context, self.device = rank, gpu, rank.context, device
-        self.stream = 0 if default_stream else gpu.stream()
+        self.stream = 0 if default_stream else gpu.make_stream()
 
     def add_team(self, members: Sequence[int]) -> int:
         """Adds a process set, as all ranks do."""

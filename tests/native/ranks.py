@@ -32,6 +32,7 @@ from horo.core.memory import arena_bytes
 from horo.core.setup import Setup
 
 T = TypeVar("T")
+SUM = _core.REDUCE_OPS["sum"]
 Written = Callable[[], str]
 """What has gone to file descriptor 2 so far."""
 

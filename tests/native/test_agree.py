@@ -1,21 +1,15 @@
 """What ranks agree on: which names are known by an id, how large a message gets, and what differs."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, Written, on_ranks, wait_for
+from ranks import Rank, Written, on_ranks, run_ranks, wait_for
 
 from horo.core import context
 from horo.errors import MismatchError
-
-
-@pytest.fixture
-def lone() -> Iterator[Rank]:
-    """A job of one rank that remembers 64 names."""
-    with Group([1], cache_capacity=64) as group:
-        yield Rank(group.contexts[0])
 
 
 def hits(rank: Rank, names: Sequence[str]) -> int:
@@ -27,33 +21,33 @@ def hits(rank: Rank, names: Sequence[str]) -> int:
 
 
 @pytest.mark.parametrize("count", [65, 80, 256])
-def test_a_cache_too_small_for_all_names_of_a_step_serves_those_it_holds(lone: Rank, count: int) -> None:
+@on_ranks([1], cache_capacity=64)
+def test_a_cache_too_small_for_all_names_of_a_step_serves_those_it_holds(rank: Rank, count: int) -> None:
     """Who evicts for every newcomer has no hit in such a cycle; nobody can have more than the capacity."""
-    assert [hits(lone, [f"n{i}" for i in range(count)]) for _ in range(20)] == [0] + [64] * 19
+    assert [hits(rank, [f"n{i}" for i in range(count)]) for _ in range(20)] == [0] + [64] * 19
 
 
-def test_names_that_are_not_used_any_more_make_room_in_the_end(lone: Rank) -> None:
+@on_ranks([1], cache_capacity=64)
+def test_names_that_are_not_used_any_more_make_room_in_the_end(rank: Rank) -> None:
     """Also among ones that are used once, of which whoever lets in one of a number may let in only those."""
-    hits(lone, [f"start{i}" for i in range(1000)])
+    hits(rank, [f"start{i}" for i in range(1000)])
     names = [f"n{i}" for i in range(50)]
-    assert hits(lone, names) == 0
+    assert hits(rank, names) == 0
     for _ in range(400):
-        hits(lone, names)
-    assert hits(lone, names) == 50
+        hits(rank, names)
+    assert hits(rank, names) == 50
     for step in range(1200):
-        hits(lone, [f"step{step}", "loss"])
-    assert hits(lone, ["loss"]) == 1
+        hits(rank, [f"step{step}", "loss"])
+    assert hits(rank, ["loss"]) == 1
 
 
-def test_a_batch_of_the_longest_names_is_a_message_of_allowed_size() -> None:
+@on_ranks([1], fusion_bytes=1 << 40, cycle_time_us=2_000_000)
+def test_a_batch_of_the_longest_names_is_a_message_of_allowed_size(rank: Rank) -> None:
     """Of 70,000 names that are ready at once, a message has room for 65,000."""
-    with Group([1], fusion_bytes=1 << 40, cycle_time_us=2_000_000) as group:
-        rank, array = Rank(group.contexts[0]), np.ones(70_000, np.uint8)
-        handles = [
-            rank.submit("allreduce", f"{i:01023d}", [array[i : i + 1]], reduce_op=1, transient=True)
-            for i in range(len(array))
-        ]
-        rank.finish(*handles)
+    array = np.ones(70_000, np.uint8)
+    names = [f"{i:01023d}" for i in range(len(array))]
+    submit = partial(rank.submit, "allreduce", reduce_op=1, transient=True)
+    rank.finish(*[submit(name, [array[i : i + 1]]) for i, name in enumerate(names)])
 
 
 FACTORS = {
@@ -92,18 +86,22 @@ def test_teams_that_differ_read_as_different(rank: Rank) -> None:
             rank.context.add_team([*(other if rank.rank == 1 else one)])
 
 
-@on_ranks([2], [1, 2])
-def test_rows_that_no_message_can_hold_fail_for_all_ranks(rank: Rank) -> None:
+@pytest.mark.parametrize("hosts", [[2], [1, 2]], ids=str)
+def test_rows_that_no_message_can_hold_fail_for_all_ranks(hosts: list[int]) -> None:
     """A leader that cannot pass them on says so instead."""
     count = 127_000
     tensor = context.Tensor(64, 64, (2**61, 0, *[1] * 62), context.DTYPES["float32"])
     request = context.RequestBuffer.of(context.OPS["allgather"], "g", [tensor] * count)
     text = f"allgather 'g': the first extents of its {count} tensors on [23] ranks take .* can travel as one request"
-    handle = rank.context.submit(request)
-    with pytest.raises(Exception, match=text):
-        rank.context.wait(handle)
-    rank.context.release(handle)
-    assert rank.allreduce(np.ones(3)).tolist() == [rank.size] * 3
+
+    def body(rank: Rank) -> None:
+        handle = rank.context.submit(request)
+        with pytest.raises(Exception, match=text):
+            rank.context.wait(handle)
+        rank.context.release(handle)
+        assert rank.allreduce(np.ones(3)).tolist() == [rank.size] * 3
+
+    run_ranks(body, hosts)
 
 
 @on_ranks([3], [1, 1], cache_capacity=5000)

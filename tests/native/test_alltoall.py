@@ -12,8 +12,6 @@ from ranks import Rank, describe, on_ranks
 from horo.core import context
 from horo.errors import UsageError
 
-ways = pytest.mark.parametrize("direct_bytes", [0, 1], ids=["by slots", "direct"])
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -71,8 +69,8 @@ def test_every_host_reaches_every_other(rank: Rank) -> None:
     check(rank, [random_plan(rank.size, step, dtype) for step, dtype in enumerate((np.uint8, np.float64, bool))])
 
 
-@ways
-@on_ranks([70], [33, 32], "direct_bytes", segment_bytes=1 << 12, spin_us=0)
+@pytest.mark.parametrize(("hosts", "direct_bytes"), [([70], 1), ([33, 32], 0)], ids=str)
+@on_ranks("hosts", "direct_bytes", segment_bytes=1 << 12, spin_us=0)
 def test_many_ranks(rank: Rank) -> None:
     steps = 1 if native_build.FLAVOUR else 3  # so many threads share one interpreter that a sanitizer slows down
     for step in range(steps):

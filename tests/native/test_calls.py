@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import Rank, describe, on_ranks
+from ranks import SUM, Rank, describe, on_ranks
 
 from horo.core import context
-from horo.core.calls import Caller, Gradient, Ready, Slot, changed, is_shared, note_sharing, pick, repeat
+from horo.core.calls import Caller, Gradient, Numbers, Ready, Slot, changed, is_shared, note_sharing, pick, repeat
 from horo.errors import HoroError
 
 torch = pytest.importorskip("torch")
@@ -19,13 +19,13 @@ pytest.importorskip("horo.torch.optimizer.shared_gradients")  # tells what the m
 
 
 class Kept(Slot):
-    def __init__(self, name: str, tensor: Any) -> None:
+    def __init__(self, name: str, tensor: Any, numbers: Numbers | None = None) -> None:
         super().__init__()
         array = tensor.detach().numpy()
         self.buffer = context.RequestBuffer.of(
-            context.OPS["allreduce"], name, describe([array], [array]), reduce_op=context.REDUCE_OPS["sum"]
+            context.OPS["allreduce"], name, describe([array], [array]), reduce_op=SUM
         )
-        self.bind(*self.buffer.places(), False)
+        self.bind(*self.buffer.places(), numbers, len(name))
         self.learn(tensor, tensor, tensor.nbytes, tensor.nbytes)
 
 
@@ -153,3 +153,20 @@ def test_a_call_repeats(rank: Rank) -> None:
         other = np.ones(3, np.float32)
         for scale in (1, 2, 4):
             rank.allreduce(other * scale, "r")
+
+
+@on_ranks([2])
+def test_calls_without_a_name_count(rank: Rank) -> None:
+    if rank.rank == 0:
+        job, tensor, numbers = Job(rank), torch.ones(3), Numbers()
+        job.kept["key"] = kept = Kept("r.noname.", tensor, numbers)
+        kept.key, numbers.next = "key", 99
+        for _ in range(2):
+            assert repeat("key", tensor, True, None) is tensor
+        assert (kept.buffer.name(), numbers.take()) == ("r.noname.100", 101)
+        job.is_joining = True
+        with pytest.raises(AttributeError, match="label"):  # which settles that before
+            repeat("key", tensor, True, None)
+    else:
+        for number in (99, 100):
+            rank.allreduce(np.ones(3, np.float32), f"r.noname.{number}")

@@ -5,12 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, on_ranks, run_ranks, wait_for
+from ranks import SUM, Group, Rank, on_ranks, run_ranks, wait_for
 
 from horo.core import context
 from horo.errors import MismatchError
 
-SUM = context.REDUCE_OPS["sum"]
 HOSTS = [[1, 1], [2, 2], [1, 1, 1], [3, 1, 2], [1, 3], [1, 1, 1, 1, 1]]
 SEGMENT_BYTES = 1 << 16
 LIMIT = 1 << 14
@@ -52,7 +51,7 @@ def test_what_is_too_large_travels_by_itself(rank: Rank) -> None:
 
 @pytest.mark.parametrize("busy", [0, 1])
 @on_ranks([1, 1], [2, 1], [1, 1, 1])
-def test_data_that_only_some_carry_is_dropped(rank: Rank, hosts: list[int], busy: int) -> None:
+def test_data_that_only_some_carry_is_dropped(rank: Rank, busy: int) -> None:
     """One rank has another operation under way when it comes to the small one, in every second step."""
     warm_up(rank, "x", np.ones(5, np.float32))
     for step in range(60):

@@ -11,7 +11,7 @@ import native_build
 import numpy as np
 import pytest
 import slow_links
-from ranks import Rank, describe, on_ranks, wait_for
+from ranks import SUM, Rank, describe, on_ranks, wait_for
 
 from horo.core import context
 from horo.core.context import RequestBuffer
@@ -20,8 +20,6 @@ from horo.errors import HoroError, MismatchError, PeerLostError
 
 ROUNDS = int(os.environ.get("HORO_TEST_ROUNDS", "300" if native_build.FLAVOUR else "500"))
 """How often what goes wrong once in thousands of times is tried."""
-
-SUM = context.REDUCE_OPS["sum"]
 
 
 def reduction(name: str, array: np.ndarray) -> RequestBuffer:

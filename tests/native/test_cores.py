@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import Group, Rank, context_of, describe, run_ranks, wait_for
+from ranks import SUM, Group, Rank, context_of, describe, on_ranks, run_ranks, wait_for
 
 from horo.core import context
 
@@ -125,24 +125,6 @@ def test_the_last_rank_on_a_crowded_core_goes_where_fewer_are(
     assert choose(native, core_of, me, allowed) == expected
 
 
-def together(goes_on: Callable[[Rank], bool], **options: Any) -> list[int]:
-    """Two ranks begin on one core, rank 1 may use two, and call while both say so; how often each has moved."""
-
-    def body(rank: Rank) -> int:
-        mine = {CORES[0]} if rank.rank == 0 else set(CORES[:2])
-        os.sched_setaffinity(0, {CORES[0]})
-        os.sched_setaffinity(0, mine)
-        both = np.ones(1, np.float32)
-        while both[0] > 0:  # both hear of the end in the same operation
-            both[0] = goes_on(rank)
-            rank.run("allreduce", "x", [both], reduce_op=3)
-        assert os.sched_getaffinity(0) == mine
-        return rank.context.counters()["moves"]
-
-    with Group([2], spin_us=1000, **options) as group:
-        return group.run(body)
-
-
 @pytest.mark.parametrize(
     ("core_of", "asleep", "expected"),
     [
@@ -162,22 +144,23 @@ def test_a_core_is_shared_where_another_rank_is_at_work_on_it(
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
-def test_a_rank_leaves_the_core_of_another_and_keeps_its_affinity() -> None:
-    ends_s = time.monotonic() + 60
-    libc = ctypes.CDLL(None)
-    arrived = threading.Event()
+@on_ranks([2], spin_us=1000, leaves_crowded_cores=True)
+def test_a_rank_leaves_the_core_of_another_and_keeps_its_affinity(rank: Rank) -> None:
+    """Two ranks begin on one core, rank 1 may use two, and both call until it has moved."""
+    libc, ends_s = ctypes.CDLL(None), time.monotonic() + 60
+    mine = {CORES[0]} if rank.rank == 0 else set(CORES[:2])
+    os.sched_setaffinity(0, {CORES[0]})
+    os.sched_setaffinity(0, mine)
+    goes_on = np.ones(1, np.float32)
+    while goes_on[0] > 0:  # both hear of the end in the same operation
+        has_moved = rank.rank == 1 and libc.sched_getcpu() == CORES[1]
+        goes_on[0] = not has_moved
+        assert time.monotonic() < ends_s, rank.context.counters()["moves"]
+        rank.run("allreduce", "x", [goes_on], reduce_op=3)
+    assert os.sched_getaffinity(0) == mine
+    assert rank.rank == 1 or rank.context.counters()["moves"] == 0
 
-    def goes_on(rank: Rank) -> bool:
-        if rank.rank == 1 and libc.sched_getcpu() == CORES[1]:
-            arrived.set()
-        return not arrived.is_set() and time.monotonic() < ends_s
 
-    moves = together(goes_on, leaves_crowded_cores=True)
-    assert arrived.is_set(), moves
-    assert moves[0] == 0
-
-
-SUM = context.REDUCE_OPS["sum"]
 BYTES = 1 << 20
 ORDINARY, STREAM = 0, 1
 NEAR = (75_000, 100_000)

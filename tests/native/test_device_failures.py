@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_group import SUM, Gpu, OnGpu
-from ranks import Group, Rank, Written, describe, on_ranks, wait_for
+from device_group import Gpu, OnGpu
+from ranks import SUM, Group, Rank, describe, on_ranks, wait_for
 
 from horo.core import context as _core
 from horo.errors import GroupError, HoroError, ResourceError
@@ -39,7 +39,7 @@ def fails(rank: Rank, handle: int, kind: type[HoroError], reason: str) -> None:
 @pytest.mark.parametrize("what", ["allreduce", "broadcast", "allgather", "group", "set"])
 @on_ranks(HOSTS, **STALLS)
 def test_all_ranks_are_told_of_each_request_whose_values_do_not_come(
-    rank: Rank, gpu: Gpu, *, what: str, way: str, written: Written
+    rank: Rank, gpu: Gpu, *, what: str, way: str
 ) -> None:
     """Rank 2 looks after the second of two requests only, or after none."""
     op = what if what in OPTIONS else "allreduce"
@@ -72,9 +72,7 @@ def test_all_ranks_are_told_of_each_request_whose_values_do_not_come(
 
 
 @on_ranks(HOSTS, **STALLS)
-def test_a_rank_that_joins_behind_a_failure_stands_in_for_nothing_before(
-    rank: Rank, gpu: Gpu, written: Written
-) -> None:
+def test_a_rank_that_joins_behind_a_failure_stands_in_for_nothing_before(rank: Rank, gpu: Gpu) -> None:
     """The others wait for what the rank has called itself; its failure cannot be told in the name's place any more."""
     if rank.rank == 2:
         own = OnGpu(rank, gpu)

@@ -5,8 +5,8 @@ import threading
 
 import numpy as np
 import pytest
-from device_group import SUM, Gpu, OnGpu
-from ranks import Group, Rank, on_ranks, recorded_stderr, wait_for
+from device_group import Gpu, OnGpu
+from ranks import SUM, Group, Rank, on_ranks, recorded_stderr, wait_for
 
 from horo.core import context
 from horo.core.libraries import copy_back
@@ -38,7 +38,7 @@ def leave_behind(gpu: Gpu, stream: int) -> ctypes.c_int:
         assert gpu.counts()["pinned"] == 1
         own.close()
         gpu.await_program()
-        gates.append(gpu.hold(stream))
+        gates.append(gpu.hold_stream(stream))
 
     with recorded_stderr(), Group((1,)) as group:
         group.run(body)
@@ -89,7 +89,7 @@ def test_a_staged_request_may_be_released_while_its_results_go_back(rank: Rank, 
 @on_ranks((1,))
 def test_a_second_thread_that_takes_results_waits_for_the_first_to_begin_their_copy(rank: Rank, gpu: Gpu) -> None:
     own = OnGpu(rank, gpu)
-    other = gpu.stream()
+    other = gpu.make_stream()
     handle, _, target = own.submit("allreduce", "x", THOUSAND, reduce_op=context.REDUCE_OPS["average"], postscale=2.0)
     own.context.wait(handle)
     found = []

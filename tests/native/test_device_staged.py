@@ -2,13 +2,12 @@
 touch: one that does ends the process.
 """
 
-import threading
 from collections.abc import Callable
 
 import numpy as np
 import pytest
-from device_group import SUM, Gpu, Nccl, OnGpu
-from ranks import Group, Rank, describe, on_ranks, run_ranks
+from device_group import Gpu, Nccl, OnGpu
+from ranks import SUM, Group, Rank, describe, on_ranks
 
 from horo.core import context
 from horo.core.libraries import copy_back
@@ -17,31 +16,25 @@ from horo.errors import GroupError, ResourceError, UsageError
 HOSTS = [(2,), (1, 1), (2, 1)]
 
 
-@pytest.mark.parametrize("hosts", HOSTS)
 @pytest.mark.parametrize("length", [0, 1, 1000, 300_001])
 @pytest.mark.parametrize("default_stream", [False, True])
+@on_ranks(*HOSTS)
 def test_values_are_taken_behind_the_programs_work_and_it_goes_on_behind_the_result(
-    gpu: Gpu, hosts: tuple[int, ...], length: int, default_stream: bool
+    rank: Rank, gpu: Gpu, length: int, default_stream: bool
 ) -> None:
-    def body(rank: Rank) -> np.ndarray:
-        own = OnGpu(rank, gpu, default_stream=default_stream)
-        array = np.full(length, rank.rank, np.float32)
-        gate = gpu.hold(own.stream)
-        handle, source, target = own.submit("allreduce", "x", array, reduce_op=context.REDUCE_OPS["sum"])
-        assert not rank.context.poll(handle)
-        gpu.open(gate)
-        own.finish(handle)
-        gpu.add(own.stream, target, array, 0.5)
-        again, _, _ = own.submit("allreduce", "barrier", np.zeros(1, np.float32), reduce_op=1)
-        own.finish(again)
-        gpu.synchronize(own.stream)
-        own.close()
-        return gpu.get(source, array)
-
-    results = run_ranks(body, hosts)
-    size = sum(hosts)
-    for result in results:
-        np.testing.assert_array_equal(result, np.full(length, size * (size - 1) / 2 + 0.5, np.float32))
+    own = OnGpu(rank, gpu, default_stream=default_stream)
+    array = np.full(length, rank.rank, np.float32)
+    gate = gpu.hold_stream(own.stream)
+    handle, source, target = own.submit("allreduce", "x", array, reduce_op=SUM)
+    assert not rank.context.poll(handle)
+    gpu.open(gate)
+    own.finish(handle)
+    gpu.add_floats(own.stream, target, array.nbytes, 0.5)
+    again, _, _ = own.submit("allreduce", "barrier", np.zeros(1, np.float32), reduce_op=1)
+    own.finish(again)
+    gpu.synchronize(own.stream)
+    own.close()
+    np.testing.assert_array_equal(gpu.get(source, array), np.full(length, rank.size * (rank.size - 1) / 2 + 0.5))
 
 
 @on_ranks((1,))
@@ -105,27 +98,22 @@ def test_neither_values_nor_results_pass_a_stream_that_is_captured(rank: Rank, g
     own.close()
 
 
-def test_a_graph_that_is_captured_meanwhile_stays_whole(gpu: Gpu) -> None:
+@on_ranks((2,))
+def test_a_graph_that_is_captured_meanwhile_stays_whole(rank: Rank, gpu: Gpu) -> None:
     """The program captures on a stream of its own, in the mode in which any other call ends the capture."""
-
-    captured = gpu.stream()
-
-    def body(rank: Rank) -> None:
-        own = OnGpu(rank, gpu)
-        rank.barrier()
-        if rank.rank == 0:
-            gpu.capture(captured, True)
-        rank.barrier()
-        for size in (10, 100_000, 10):  # horo opens the device, and takes memory, now
-            handle, _, _ = own.submit("allreduce", f"x{size}", np.ones(size, np.float32), reduce_op=1)
-            own.finish(handle)
-        rank.barrier()
-        if rank.rank == 0:
-            assert gpu.capture(captured, False) == 0
-        rank.barrier()
-        own.close()
-
-    run_ranks(body, (2,))
+    own, captured = OnGpu(rank, gpu), gpu.make_stream()
+    rank.barrier()
+    if rank.rank == 0:
+        gpu.capture(captured, True)
+    rank.barrier()
+    for size in (10, 100_000, 10):  # horo opens the device, and takes memory, now
+        handle, _, _ = own.submit("allreduce", f"x{size}", np.ones(size, np.float32), reduce_op=1)
+        own.finish(handle)
+    rank.barrier()
+    if rank.rank == 0:
+        assert gpu.capture(captured, False) == 0
+    rank.barrier()
+    own.close()
     gpu.close(captured)
 
 
@@ -134,7 +122,7 @@ def test_a_rank_that_leaves_while_values_are_on_their_way_waits_for_the_driver(g
 
     def body(rank: Rank) -> OnGpu:
         own = OnGpu(rank, gpu)
-        gates.append(gpu.hold(own.stream))
+        gates.append(gpu.hold_stream(own.stream))
         own.submit("allreduce", "x", np.ones(4, np.float32), reduce_op=1)
         return own
 
@@ -145,19 +133,17 @@ def test_a_rank_that_leaves_while_values_are_on_their_way_waits_for_the_driver(g
         own.close()
 
 
-def test_a_loss_ends_requests_whose_values_are_still_on_their_way(gpu: Gpu) -> None:
+@on_ranks((2,))
+def test_a_loss_ends_requests_whose_values_are_still_on_their_way(rank: Rank, gpu: Gpu) -> None:
     """Such a request has not been announced; its values come when nobody wants them any more."""
-    submitted = threading.Event()
-
-    def body(rank: Rank) -> OnGpu:
-        own = OnGpu(rank, gpu)
-        if rank.rank == 1:
-            submitted.wait(60)
-            rank.context.end("ValueError: bad batch")
-            return own
-        gate = gpu.hold(own.stream)
+    own = OnGpu(rank, gpu)
+    if rank.rank == 1:
+        rank.await_mark("submitted")
+        rank.context.end("ValueError: bad batch")
+    else:
+        gate = gpu.hold_stream(own.stream)
         handle, _, _ = own.submit("allreduce", "x", np.ones(4, np.float32), reduce_op=1)
-        submitted.set()
+        rank.mark("submitted")
         with pytest.raises(GroupError, match="bad batch"):
             own.context.wait(handle)
         with pytest.raises(UsageError, match="has no results for the GPU: it is not done, or has failed"):
@@ -165,8 +151,4 @@ def test_a_loss_ends_requests_whose_values_are_still_on_their_way(gpu: Gpu) -> N
         own.context.release(handle)
         gpu.open(gate)
         gpu.synchronize(own.stream)
-        return own
-
-    with Group((2,)) as group:
-        for own in group.run(body):
-            own.close()
+    own.close()

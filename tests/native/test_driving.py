@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import wire_oracle as oracle
 from fabric import close_setup, make_setups
-from ranks import Group, Rank, on_ranks, run_ranks, wait_for
+from ranks import SUM, Rank, on_ranks, wait_for
 
 from horo.core import context
 from horo.core.context import Context
 
-SUM = context.REDUCE_OPS["sum"]
 CALLS, TURNS, LIMIT_S = 20, 15, 30
 
 
@@ -52,44 +51,31 @@ def test_who_only_asks_by_waits_of_no_time_gets_an_answer(rank: Rank) -> None:
         rank.finish(handle)
 
 
-def test_the_thread_sleeps_while_a_call_waits() -> None:
+@on_ranks([1, 1])
+def test_the_thread_sleeps_while_a_call_waits(rank: Rank) -> None:
     """It looks after a call that has just begun; then the caller wakes it."""
     late_s = 0.3
-
-    def body(rank: Rank) -> int:
-        rank.run("barrier", "first", [])
-        before = rank.context.counters()["sleeps"]
-        if rank.rank == 1:
-            time.sleep(late_s)
-        rank.run("barrier", "second", [])
-        return rank.context.counters()["sleeps"] - before
-
-    sleeps = run_ranks(body, [1, 1])
-    assert max(sleeps) < 1000 * late_s / 4, sleeps
+    rank.run("barrier", "first", [])
+    before = rank.context.counters()["sleeps"]
+    if rank.rank == 1:
+        time.sleep(late_s)
+    rank.run("barrier", "second", [])
+    assert rank.context.counters()["sleeps"] - before < 1000 * late_s / 4
 
 
-def test_a_caller_finds_an_idle_leader_ready_to_be_driven() -> None:
+@on_ranks([1, 1])
+def test_a_caller_finds_an_idle_leader_ready_to_be_driven(rank: Rank) -> None:
     """Nobody is woken for its call: the thread sleeps without holding the driving."""
-
-    def body(rank: Rank) -> list[int]:
-        wakes = []
-        for turn in range(7):
-            rank.barrier()
-            time.sleep(0.01 * 2**turn)  # until nobody looks any more, which on a busy machine takes a while
-            before = rank.context.counters()["wakes"]
-            handle = rank.submit("barrier", "alone", [], team=teams[rank.rank], sync=True)
-            wakes.append(rank.context.counters()["wakes"] - before)
-            rank.finish(handle)
-        return wakes
-
-    teams: dict[int, int] = {}
-
-    def add(rank: Rank) -> None:
-        teams[rank.rank] = [rank.context.add_team([member]) for member in range(2)][rank.rank]
-
-    with Group([1, 1]) as group:
-        group.run(add)
-        assert [min(wakes) for wakes in group.run(body)] == [0, 0]  # of the first the thread may still be awake
+    team = [rank.context.add_team([member]) for member in range(2)][rank.rank]
+    wakes = []
+    for turn in range(7):
+        rank.barrier()
+        time.sleep(0.01 * 2**turn)  # until nobody looks any more, which on a busy machine takes a while
+        before = rank.context.counters()["wakes"]
+        handle = rank.submit("barrier", "alone", [], team=team, sync=True)
+        wakes.append(rank.context.counters()["wakes"] - before)
+        rank.finish(handle)
+    assert min(wakes) == 0  # of the first the thread may still be awake
 
 
 class Child:

@@ -8,10 +8,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 from native_build import FLAVOUR
-from ranks import Group, Rank, Written, on_ranks, run_script, wait_for
+from ranks import SUM, Group, Rank, Written, on_ranks, run_script, wait_for
 from slow_links import Relay
 
-from horo.core import context
 from horo.core.context import Context
 from horo.errors import AbortedError, HoroError, PeerLostError
 
@@ -117,7 +116,6 @@ def test_the_flight_recorder_is_not_shown_for_an_end_that_is_explained(rank: Ran
     assert "last events" not in written()
 
 
-SUM = context.REDUCE_OPS["sum"]
 MIB = 1 << 20
 SLOWLY = Relay(data_chunk_bytes=1 << 15, chunk_pause_s=0.025)
 """1.3 MB/s: 4 MiB take more than the grace of 2 s."""

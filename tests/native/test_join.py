@@ -9,12 +9,9 @@ from collections.abc import Callable
 import native_build
 import numpy as np
 import pytest
-from ranks import NUMPY_OF_DTYPE, Group, Rank, on_ranks, recorded_stderr, run_ranks, wait_for
+from ranks import NUMPY_OF_DTYPE, SUM, Group, Rank, on_ranks, recorded_stderr, run_ranks, wait_for
 
-from horo.core import context
 from horo.errors import AbortedError, DeadlockError, HoroError, PeerLostError, StalledError, UsageError
-
-SUM = context.REDUCE_OPS["sum"]
 
 
 def join(rank: Rank, team: int = 0) -> int:

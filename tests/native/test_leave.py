@@ -6,12 +6,10 @@ import time
 import native_build
 import numpy as np
 import pytest
-from ranks import Group, Rank, on_ranks, wait_for
+from ranks import SUM, Group, Rank, on_ranks, wait_for
 
-from horo.core import context as _core
 from horo.errors import AbortedError
 
-SUM = _core.REDUCE_OPS["sum"]
 ROUNDS = 20 if native_build.FLAVOUR else 100
 TOLD_WITHIN_S = 15
 GRACE_S = 2

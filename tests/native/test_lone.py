@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import Rank, describe, on_ranks, run_ranks, wait_for
+from ranks import SUM, Rank, describe, on_ranks, run_ranks, wait_for
 
 from horo.core import context
 from horo.errors import AbortedError, HoroError, PeerLostError, UsageError
 
-SUM = context.REDUCE_OPS["sum"]
 PATIENT = {"spin_us": 10_000, "sleeps_under_contention": False}
 """Ranks that are threads of one interpreter are late for each other: they are to spin until the others come."""
 TIMES = 300

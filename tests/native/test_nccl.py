@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_group import SUM, Gpu, Nccl, on_gpu
-from ranks import Rank, on_ranks, run_ranks
+from device_group import Gpu, Nccl, on_gpu
+from ranks import SUM, Rank, on_ranks, run_ranks
 
 from horo.core import context
 
@@ -24,11 +24,11 @@ def test_nccl_takes_values_behind_the_programs_work_and_it_goes_on_behind_the_re
     def body(rank: Rank) -> None:
         own = on_gpu(rank, gpu, nccl)
         array = np.full(length, rank.rank, np.float32)
-        gate = gpu.hold(own.stream)
-        gpu.add(own.stream, gpu.put(array), array, 1.0)
+        gate = gpu.hold_stream(own.stream)
+        gpu.add_floats(own.stream, gpu.put(array), array.nbytes, 1.0)
         handle, source, target = own.submit("allreduce", "x", array, reduce_op=SUM)
         own.finish(handle)
-        gpu.add(own.stream, target, array, 0.5)
+        gpu.add_floats(own.stream, target, array.nbytes, 0.5)
         np.testing.assert_array_equal(gpu.get(source, array), array)
         gpu.open(gate)
         gpu.synchronize(own.stream)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from device_group import Gpu, Nccl, OnGpu, on_gpu
-from ranks import Group, Rank, Written, on_ranks, recorded_stderr, run_ranks, wait_for
+from ranks import Group, Rank, on_ranks, recorded_stderr, run_ranks, wait_for
 from test_nccl_teams import add_teams, begin, teams_of
 
 from horo.bootstrap.nccl import choose_device
@@ -73,9 +73,7 @@ def test_unconnected_ranks_are_told_why(gpu: Gpu, make_nccl: Callable[..., Nccl]
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("is_of_a_set", [False, True], ids=["world", "set"])
 @on_ranks(*HOSTS)
-def test_death_as_nccl_connects(
-    rank: Rank, gpu: Gpu, nccl: Nccl, *, victim: int, is_of_a_set: bool, written: Written
-) -> None:
+def test_death_as_nccl_connects(rank: Rank, gpu: Gpu, nccl: Nccl, *, victim: int, is_of_a_set: bool) -> None:
     own = on_gpu(rank, gpu, nccl) if is_of_a_set else None
     rank.meet()
     nccl.fail("late connect", rank.rank)
@@ -140,7 +138,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize("is_of_a_set", [False, True], ids=["world", "set"])
 @on_ranks((2,), (1, 1))
 def test_a_failure_of_nccl_ends_the_group_with_its_words(
-    rank: Rank, gpu: Gpu, nccl: Nccl, *, place: str, is_of_a_set: bool, written: Written
+    rank: Rank, gpu: Gpu, nccl: Nccl, *, place: str, is_of_a_set: bool
 ) -> None:
     """The end of a communicator comes when its set has been removed already."""
     which = r" for process set 1 \(ranks 0, 1\)" if is_of_a_set or place == "end" else ""
@@ -231,7 +229,7 @@ def test_a_rank_that_leaves_waits_for_its_gpu(gpu: Gpu, nccl: Nccl, is_told_behi
 
     def body(rank: Rank) -> OnGpu:
         own = on_gpu(rank, gpu, nccl)
-        gates.append(gpu.hold(own.stream))
+        gates.append(gpu.hold_stream(own.stream))
         own.finish(begin(own, "x")[0])
         return own
 

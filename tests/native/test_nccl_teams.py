@@ -7,8 +7,8 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from device_group import SUM, Gpu, Nccl, OnGpu, on_gpu
-from ranks import Rank, Written, on_ranks, run_ranks, wait_for
+from device_group import Gpu, Nccl, OnGpu, on_gpu
+from ranks import SUM, Rank, Written, on_ranks, run_ranks, wait_for
 
 from horo.errors import GroupError, StalledError
 
@@ -62,7 +62,7 @@ def test_the_communicator_of_a_set_that_is_removed_ends_in_order(gpu: Gpu, nccl:
         for step in range(4):
             teams = add_teams(own)
             mine = teams_of(rank, teams)
-            gate = gpu.hold(own.stream)
+            gate = gpu.hold_stream(own.stream)
             begun = [(*begin(own, "x", team), size) for team, size in mine]
             for handle, _, _ in begun:
                 own.finish(handle)
@@ -104,7 +104,7 @@ def test_what_is_pending_on_a_gpu_that_is_late_has_a_bound(rank: Rank, gpu: Gpu,
     mine = teams_of(rank, add_teams(own))
     for team, _ in mine:
         own.allreduce(ONES, "first", team=team)
-    gate = gpu.hold(own.stream) if rank.rank == late else None
+    gate = gpu.hold_stream(own.stream) if rank.rank == late else None
     order = mine if rank.rank else mine[::-1]
     begun = [(*begin(own, f"x{n}", team), size) for n in range(CALLS // 3) for team, size in order]
     there = np.ones(3, np.float32)
@@ -129,7 +129,7 @@ def test_a_stall_for_lack_of_room_blames_no_other_rank(rank: Rank, gpu: Gpu, ncc
     own = on_gpu(rank, gpu, nccl)
     own.allreduce(ONES, "first")
     rank.barrier()
-    gate = gpu.hold(own.stream) if rank.rank == 0 else None
+    gate = gpu.hold_stream(own.stream) if rank.rank == 0 else None
     begun: list[int] = []
     with pytest.raises(StalledError) as caught:
         for n in range(CALLS):  # which on a busy machine takes longer than the stall

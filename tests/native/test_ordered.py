@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import Rank, describe, on_ranks, over_every_layout
+from ranks import SUM, Rank, describe, on_ranks, over_every_layout
 
 from horo.core import context
 from horo.errors import HoroError, MismatchError, UnsupportedError, UsageError
 
-SUM = context.REDUCE_OPS["sum"]
 PATIENT = {"spin_us": 10_000, "sleeps_under_contention": False}
 
 

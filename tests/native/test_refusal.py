@@ -4,9 +4,8 @@ import re
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, on_ranks, recorded_stderr, wait_for
+from ranks import SUM, Group, Rank, on_ranks, recorded_stderr, wait_for
 
-from horo.core import context
 from horo.errors import DeadlockError, PeerLostError, StalledError, UnsupportedError, UsageError
 
 LAYOUTS = [[1], [2], [3], [1, 1], [2, 2], [1, 2], [2, 1, 3], [1, 1, 1, 1]]
@@ -46,7 +45,7 @@ def test_calls_of_one_name_keep_their_order(rank: Rank) -> None:
     refused(rank, "x", 0)
     refused(rank, "x", 0)
     values = np.ones(2, np.float32)
-    handle = rank.submit("allreduce", "x", [values], reduce_op=context.REDUCE_OPS["sum"])
+    handle = rank.submit("allreduce", "x", [values], reduce_op=SUM)
     rank.mark("ahead")
     rank.finish(handle)
     assert values.tolist() == [rank.size] * 2
@@ -129,7 +128,7 @@ def test_refusals_that_stand_behind_each_other_end_with_the_group(hosts: list[in
         rank = Rank(group.contexts[0])
         for name in ("a", "a", "b"):
             rank.context.refuse(0, name, UsageError("it is refused here"))
-        handle = rank.submit("allreduce", "b", [np.ones(2, np.float32)], reduce_op=context.REDUCE_OPS["sum"])
+        handle = rank.submit("allreduce", "b", [np.ones(2, np.float32)], reduce_op=SUM)
         group.kill(1)
         with pytest.raises(PeerLostError):
             rank.finish(handle)

@@ -6,9 +6,8 @@ import time
 import numpy as np
 import pytest
 from native_build import FLAVOUR
-from ranks import Rank, on_ranks, run_script, wait_for
+from ranks import SUM, Rank, on_ranks, run_script, wait_for
 
-from horo.core import context as _core
 from horo.core.context import Context
 from horo.errors import (
     AbortedError,
@@ -83,21 +82,21 @@ def test_ranks_that_ask_for_different_teams_hear_it_and_go_on(rank: Rank) -> Non
         rank.allreduce(np.ones(5, np.float32), team=first)
 
 
-BAD = {
-    "no rank": ([], "a process set of 0 ranks is impossible"),
-    "too many": ([0, 1, 2], "a process set of 3 ranks is impossible in a job of 2"),
-    "order": ([1, 0], "must be ascending"),
-    "twice": ([0, 0], "must be ascending"),
-    "unknown": ([0, 7], "from 0 to 1"),
-    "negative": ([-1, 0], "from 0 to 1"),
-}
+BAD = [
+    ([], "a process set of 0 ranks is impossible"),
+    ([0, 1, 2], "a process set of 3 ranks is impossible in a job of 2"),
+    ([1, 0], "must be ascending"),
+    ([0, 0], "must be ascending"),
+    ([0, 7], "from 0 to 1"),
+    ([-1, 0], "from 0 to 1"),
+]
 
 
-@pytest.mark.parametrize(("ranks", "text"), BAD.values(), ids=BAD)
 @on_ranks([2])
-def test_impossible_teams_are_refused_before_anybody_hears_of_them(rank: Rank, ranks: list[int], text: str) -> None:
-    with pytest.raises(UsageError, match=text):
-        rank.context.add_team(ranks)
+def test_impossible_teams_are_refused_before_anybody_hears_of_them(rank: Rank) -> None:
+    for ranks, text in BAD:
+        with pytest.raises(UsageError, match=text):
+            rank.context.add_team(ranks)
     assert rank.context.add_team([0, 1]) == 1
 
 
@@ -193,7 +192,7 @@ def test_what_all_members_of_a_team_have_begun_is_finished_though_another_rank_h
         rank.context.destroy()
         return
     array = np.full(4_000_000, rank.rank, np.float32)
-    handle = rank.submit("allreduce", "big", [array], reduce_op=_core.REDUCE_OPS["sum"], team=team)
+    handle = rank.submit("allreduce", "big", [array], reduce_op=SUM, team=team)
     wait_for(lambda: any(event.event == "begun" and event.name == "big" for event in rank.context.events()))
     rank.mark(rank.rank)
     rank.finish(handle)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from known_answers import adasum_rows, adasums
-from ranks import Group, Rank, run_ranks, wait_for
+from ranks import Group, Rank, Written, on_ranks, run_ranks, wait_for
 from trace_events import look_at, parse_timeline, rows_of
 
 from horo.core.words import check
@@ -72,60 +72,59 @@ def test_a_request_that_fails_is_ended_with_its_error(tmp_path: Path) -> None:
     assert [e["args"]["error"] for e in events if e["ph"] == "E" and "error" in e.get("args", ())] == ["mismatch"]
 
 
-def test_started_and_stopped_a_hundred_times_it_leaves_nothing(tmp_path: Path) -> None:
+@on_ranks([1])
+def test_started_and_stopped_a_hundred_times_it_leaves_nothing(rank: Rank, tmp_path: Path) -> None:
     def counts() -> tuple[int, int]:
         return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
 
-    with Group([1]) as group:
-        context = group.contexts[0]
-        context.start_timeline(str(tmp_path / "first"))
+    context = rank.context
+    context.start_timeline(str(tmp_path / "first"))
+    context.stop_timeline()
+    before = counts()
+    for number in range(100):
+        path = tmp_path / str(number % 3)
+        context.start_timeline(str(path))
+        rank.allreduce(np.ones(3), "x")
         context.stop_timeline()
-        before = counts()
-        for number in range(100):
-            path = tmp_path / str(number % 3)
+        context.stop_timeline()
+        assert rows_of(parse_timeline(path))["x"][-1] == "  SHM_ALLREDUCE"
+    # A thread that has ended is listed a moment longer: it may have been counted before, too.
+    wait_for(lambda: all(now <= then for now, then in zip(counts(), before, strict=True)))
+    assert [event.event for event in context.events()[-4:]] == ["submitted", "agreed", "begun", "ended"]
+
+
+@on_ranks([1])
+def test_what_cannot_be_written_is_named(rank: Rank, tmp_path: Path) -> None:
+    context = rank.context
+    context.start_timeline(str(tmp_path / "t"))
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for path, reason in (
+        (tmp_path / "none" / "t", "No such file"),
+        (Path("/dev/null"), "no regular file"),
+        (tmp_path / "folder", "Is a directory"),
+        (tmp_path / "pipe", "no regular file"),
+        (tmp_path / ("n" * 300), "File name too long"),
+    ):
+        with pytest.raises(UsageError, match=f"'{path}' cannot be written.*{reason}"):
             context.start_timeline(str(path))
-            Rank(context).allreduce(np.ones(3), "x")
-            context.stop_timeline()
-            context.stop_timeline()
-            assert rows_of(parse_timeline(path))["x"][-1] == "  SHM_ALLREDUCE"
-        # A thread that has ended is listed a moment longer: it may have been counted before, too.
-        wait_for(lambda: all(now <= then for now, then in zip(counts(), before, strict=True)))
-        assert [event.event for event in context.events()[-4:]] == ["submitted", "agreed", "begun", "ended"]
-
-
-def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with Group([1]) as group:
-        context = group.contexts[0]
-        context.start_timeline(str(tmp_path / "t"))
-        (tmp_path / "folder").mkdir()
-        os.mkfifo(tmp_path / "pipe")
-        for path, reason in (
-            (tmp_path / "none" / "t", "No such file"),
-            (Path("/dev/null"), "no regular file"),
-            (tmp_path / "folder", "Is a directory"),
-            (tmp_path / "pipe", "no regular file"),
-            (tmp_path / ("n" * 300), "File name too long"),
-        ):
-            with pytest.raises(UsageError, match=f"'{path}' cannot be written.*{reason}"):
-                context.start_timeline(str(path))
-        Rank(context).allreduce(np.ones(3), "x")
-        context.stop_timeline()
+    rank.allreduce(np.ones(3), "x")
+    context.stop_timeline()
     assert "x" in rows_of(parse_timeline(tmp_path / "t"))  # it has gone on
 
 
-def test_a_start_with_the_same_file_goes_on_and_with_another_one_there(tmp_path: Path) -> None:
+@on_ranks([1])
+def test_a_start_with_the_same_file_goes_on_and_with_another_one_there(rank: Rank, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     (tmp_path / "link").symlink_to(first)
-    with Group([1]) as group:
-        rank = Rank(group.contexts[0])
-        rank.context.start_timeline(str(first))
-        rank.allreduce(np.ones(3), "a")
-        wait_for(lambda: "  SHM_ALLREDUCE" in look_at(first).get("a", ()))
-        rank.context.start_timeline(str(tmp_path / "link"), marks_batches=True)
-        rank.allreduce(np.ones(3), "b")
-        rank.context.start_timeline(str(second))
-        rank.allreduce(np.ones(3), "c")
-        rank.context.stop_timeline()
+    rank.context.start_timeline(str(first))
+    rank.allreduce(np.ones(3), "a")
+    wait_for(lambda: "  SHM_ALLREDUCE" in look_at(first).get("a", ()))
+    rank.context.start_timeline(str(tmp_path / "link"), marks_batches=True)
+    rank.allreduce(np.ones(3), "b")
+    rank.context.start_timeline(str(second))
+    rank.allreduce(np.ones(3), "c")
+    rank.context.stop_timeline()
     events = parse_timeline(first)
     assert rows_of(events).keys() == {"a", "b"}
     assert sum(event["name"] == "CYCLE_START" for event in events if event["ph"] == "i") == 1
@@ -195,24 +194,23 @@ def test_an_event_that_is_never_written_does_not_hold_up_the_end(timeline: Recor
     assert lost_in(timeline.stop()) == [1]
 
 
-def test_a_full_disk_ends_the_timeline_with_a_warning_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@on_ranks([1])
+def test_a_full_disk_ends_the_timeline_with_a_warning_alone(rank: Rank, tmp_path: Path, written: Written) -> None:
     path = tmp_path / "t.json"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with Group([1]) as group:
-        rank = Rank(group.contexts[0])
-        rank.context.start_timeline(str(path))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
-        try:
-            for _ in range(200):
-                assert rank.allreduce(np.ones(3), "x")[0] == 1
-            rank.context.stop_timeline()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    rank.context.start_timeline(str(path))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        for _ in range(200):
+            assert rank.allreduce(np.ones(3), "x")[0] == 1
+        rank.context.stop_timeline()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     json.loads(path.read_text())  # the room may have been too small for the events, too
     finish(str(path))
     assert len(parse_timeline(path, is_ended=False)) > 100
     assert list(tmp_path.iterdir()) == [path]
-    assert capfd.readouterr().err.count("warning: the timeline ends here, since it cannot be written") == 1
+    assert written().count("warning: the timeline ends here, since it cannot be written") == 1
 
 
 def test_the_end_of_the_group_is_shown(tmp_path: Path) -> None:

@@ -8,14 +8,12 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from ranks import Group, Rank, context_of, describe, on_ranks, run_ranks, wait_for
+from ranks import SUM, Group, Rank, context_of, describe, on_ranks, run_ranks, wait_for
 
 from horo.core import context as _core
 from horo.core import request_buffer
 from horo.core.context import ffi, lib
 from horo.errors import AbortedError, MismatchError, UnsupportedError, UsageError
-
-SUM = _core.REDUCE_OPS["sum"]
 
 
 def test_what_is_packed_by_hand_lies_where_the_compiler_expects_it() -> None:

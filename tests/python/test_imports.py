@@ -17,15 +17,6 @@ from horo import errors
 from horo.bootstrap.gpu_libraries import nccl_places
 from horo.torch.compat.torch_version import check_version
 
-
-def import_with(preparation: str) -> str:
-    """Last line of stderr of ``import horo.torch`` after some lines of Python."""
-    code = f"import sys, types\n{preparation}\nimport horo.torch"
-    done = run_python("-c", code)
-    assert done.returncode == 1
-    return done.stderr.splitlines()[-1]
-
-
 TORCHES = [
     ("None", "torch, which is not installed: pip install torch"),
     (
@@ -37,7 +28,8 @@ TORCHES = [
 
 @pytest.mark.parametrize(("torch", "said"), TORCHES, ids=["missing", "old"])
 def test_missing_and_old_torch_are_named(torch: str, said: str) -> None:
-    assert import_with(f"sys.modules['torch'] = {torch}") == f"ImportError: horo.torch needs {said}"
+    done = run_python("-c", f"import sys, types\nsys.modules['torch'] = {torch}\nimport horo.torch")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, f"ImportError: horo.torch needs {said}")
 
 
 @pytest.mark.parametrize("version", ["2.1.0", "2.13.0+cpu", "2.1.0a0+git123", "3.0"])

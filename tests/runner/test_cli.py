@@ -91,6 +91,8 @@ WRONG = [
     ("-np 2 --fusion-threshold-mb 2000000 cmd", "-mb: '2000000' is not an integer from 0 to 1048576 MB"),
     ("-np 2 -x HORO_OVERLAP=maybe cmd", "HORO_OVERLAP='maybe' is not one of auto, always, never"),
     ("-np 2 --ssh-args ' cmd", "--ssh-args"),
+    ("-np 1 --mpi -H a:1 --mpi-args ' cmd", "--mpi-args"),
+    ("-np 1 --mpi -H a:1 --binding-args ' cmd", "--binding-args"),
     ("-np 2 -- ", "the command is an empty word"),
     ("-np 2 -m ", "-m needs the name of a module"),
     ("-np 2 -m", "-m needs the name of a module"),

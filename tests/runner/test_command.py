@@ -44,25 +44,6 @@ def test_with_python_looks_at_the_first_word_only(tmp_path: Path) -> None:
         with_python(["./train.py"], "/", str(tmp_path), "h")
 
 
-@pytest.mark.parametrize(
-    ("command", "code", "sentence"),
-    [
-        ("plain", 127, "; for the file in {cwd}, write ./plain after 'chmod +x plain'"),
-        ("program", 127, "'program' is in no folder of PATH there; for the file in {cwd}, write ./program"),
-        ("./plain", 126, "'./plain' on {host} is not executable: 'chmod +x ./plain', or write its interpreter first"),
-    ],
-)
-def test_a_command_that_is_nearly_right_is_told_what_is_missing(
-    hororun: Hororun, tmp_path: Path, command: str, code: int, sentence: str
-) -> None:
-    (tmp_path / "plain").touch()
-    (tmp_path / "program").touch(0o755)
-    for host in ("localhost", "one"):
-        done = hororun.run("-np", "1", command, where=f"{host}:1", cwd=tmp_path)
-        assert (done.returncode, done.stderr.count("\n")) == (code, 1)
-        assert done.stderr.endswith(sentence.format(host=host, cwd=tmp_path) + "\n")
-
-
 @pytest.mark.parametrize("words", ["-n 2", "-n2", "-np2", "-np=2", "--num-proc 2"])
 def test_the_number_of_ranks_may_be_written_as_other_launchers_have_it(words: str) -> None:
     job = parsed([*words.split(), "-H", "a:2", "train.py", "-n7", "-np9"])

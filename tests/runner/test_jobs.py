@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import Flags, Hororun, Launched, kill_all, make_remote_shell, parent_of, port_for_later, shell, wait_until
+from jobs import Flags, Hororun, kill_all, make_remote_shell, parent_of, port_for_later, shell, wait_until
 
 
 def test_ranks_get_their_numbers(hororun: Hororun, where: str) -> None:
@@ -165,15 +165,11 @@ def test_a_host_lost_while_another_is_awaited_ends_the_start(hororun: Hororun, t
     )
     job = hororun.start("-np", "2", "--start-timeout", "1000", "true", where="one:1,two:1")
     wait_until(lambda: said.exists() and b'"version"' in said.read_bytes(), "the host info is on its way")
-    kill_all(behind_a_shell(job, "horo.runner.agent"))
+    agents = job.processes("horo.runner.agent")
+    kill_all(pid for pid in agents if parent_of(parent_of(pid)) == job.process.pid)  # behind a shell
     done = job.finish()
     assert done.returncode == 69
     assert "host one was lost" in done.stderr
-
-
-def behind_a_shell(job: Launched, word: str) -> list[int]:
-    """Processes with the word that a shell has started which hororun has started."""
-    return [pid for pid in job.processes(word) if parent_of(parent_of(pid)) == job.process.pid]
 
 
 def test_what_ranks_leave_behind_is_ended_whatever_it_hides(hororun: Hororun, where: str, flags: Flags) -> None:
@@ -222,15 +218,19 @@ def test_a_command_that_cannot_run_is_one_sentence(hororun: Hororun, where: str,
     (tmp_path / "data.txt").write_text("x = 1\n")
     (tmp_path / "no-line").write_bytes(b"\x01\x02")
     (tmp_path / "bad-line").write_text("#!/no/such/interpreter\n")
-    for name in ("no-line", "bad-line"):
+    (tmp_path / "program").write_text("#!/bin/sh\n")
+    for name in ("no-line", "bad-line", "program"):
         (tmp_path / name).chmod(0o755)
     cases = {
         "no-such-command": (127, "command not found on"), "./no-such-file": (127, "no such file on"),
-        "./data.txt": (126, "is not executable"), "./bad-line": (127, "an interpreter that does not exist"),
+        "./data.txt": (126, " is not executable: 'chmod +x ./data.txt', or write its interpreter first\n"),
+        "data.txt": (127, f"; for the file in {tmp_path}, write ./data.txt after 'chmod +x data.txt'\n"),
+        "program": (127, f" is in no folder of PATH there; for the file in {tmp_path}, write ./program\n"),
+        "./bad-line": (127, "an interpreter that does not exist"),
         "./no-line": (126, "neither a program nor a script"), str(tmp_path): (126, "is a folder"),
     }  # fmt: skip
     if where.startswith("one"):  # agents try commands as hororun does
-        cases = {name: cases[name] for name in ("no-such-command", "./bad-line")}
+        cases = {name: cases[name] for name in ("no-such-command", "program", "./bad-line")}
     for command, (code, fact) in cases.items():
         done = hororun.run("-np", "2", command, where=where, cwd=tmp_path)
         assert (done.returncode, done.stderr.count("\n")) == (code, 1), done.stderr

@@ -25,29 +25,21 @@ from horo.runner.start.mpirun import (
 BUILD = Path(__file__).parents[2] / "build" / "mpi"
 
 
+@pytest.fixture(autouse=True)
+def no_remote_shell(hororun: Hororun) -> None:
+    """It is for the launchers of horo."""
+    hororun.remote_shell = ""
+
+
 @pytest.fixture(params=["openmpi", "mpich"])
-def mpirun(request: pytest.FixtureRequest, hororun: Hororun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def mpirun(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A real mpirun, made by ``make test-mpi``."""
     # What one that was killed leaves makes another one fail that gets its process id.
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     path = BUILD / str(request.param) / "bin" / "mpirun"
     if not path.exists():
         pytest.skip(f"there is no {path.relative_to(BUILD.parents[1])}: `make test-mpi` installs it")
-    hororun.remote_shell = ""
     return str(path)
-
-
-@pytest.fixture
-def fake(tmp_path: Path, hororun: Hororun) -> Path:
-    """A folder for PATH with an mpirun that says it is Open MPI 4 and runs what stands behind ``--``."""
-    hororun.remote_shell = ""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    script = '#!/bin/sh\ntest "$1" = --version && { echo "mpirun (Open MPI) 4.1.4"; exit 0; }\n'
-    script += f'echo "$*" > {tmp_path}/call\nwhile test "$1" != sh; do shift; done\nexec "$@"\n'
-    (folder / "mpirun").write_text(script)
-    (folder / "mpirun").chmod(0o755)
-    return folder
 
 
 def path_with(folder: Path) -> dict[str, str]:
@@ -186,10 +178,7 @@ def test_a_reader_that_leaves_ends_the_job(hororun: Hororun, fake: Path) -> None
     [
         (["--mpirun", "/no/such/mpirun"], 78, "--mpirun /no/such/mpirun: there is no such program"),
         (["--mpirun", "false"], 78, "false is of no kind that hororun knows"),
-        (["--store-port", "5000"], 2, "--store-port is for --launcher slurm and ssh"),
         (["--tcp"], 2, "--tcp: only Spectrum MPI"),
-        (["--mpi-args", "'"], 2, "--mpi-args"),
-        (["--binding-args", "'"], 2, "--binding-args"),
     ],
 )
 def test_what_mpirun_cannot_do_is_told(hororun: Hororun, fake: Path, words: list[str], code: int, fact: str) -> None:
@@ -211,7 +200,6 @@ def test_an_mpi_that_is_not_there_or_does_not_say_who_it_is_is_one_sentence(horo
 
 
 def test_jsrun_is_taken_in_a_job_of_lsf_that_has_it(hororun: Hororun, tmp_path: Path) -> None:
-    hororun.remote_shell = ""
     jsrun = tmp_path / "jsrun"
     jsrun.write_text('#!/bin/sh\necho "$*"\necho "$DATA $HOROVOD_RANK."\n')
     jsrun.chmod(0o755)

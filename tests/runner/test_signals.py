@@ -226,21 +226,11 @@ PREFIX = [sys.executable, "-S", "-c", BLOCKED]
 WHO = "grep -E '^Sig(Blk|Ign)' /proc/self/status"
 
 
-@pytest.fixture
-def mpirun(tmp_path: Path) -> str:
-    """Says it is Open MPI 4, and runs what stands behind ``--``."""
-    path = tmp_path / "mpirun"
-    path.write_text('#!/bin/sh\ntest "$1" = --version && exec echo "mpirun (Open MPI) 4.1.4"\n'
-                    'while test "$1" != sh; do shift; done\nexec "$@"\n')  # fmt: skip
-    path.chmod(0o755)
-    return str(path)
-
-
 @pytest.mark.parametrize("way", ["direct", "agents", "mpirun"])
-def test_signals_that_are_blocked_where_hororun_starts(hororun: Hororun, mpirun: str, way: str, flags: Flags) -> None:
+def test_signals_that_are_blocked_where_hororun_starts(hororun: Hororun, fake: Path, way: str, flags: Flags) -> None:
     words, where = [], "one:1" if way == "agents" else "localhost:1"
     if way == "mpirun":
-        words, hororun.remote_shell = ["--mpi", "--mpirun", mpirun], ""
+        words, hororun.remote_shell = ["--mpi", "--mpirun", str(fake / "mpirun")], ""
     done = hororun.run("-np", "1", *words, "--", "sh", "-c", WHO, where=where, prefix=PREFIX)
     assert (done.returncode, done.stderr) == (0, "")
     blocked, ignored = (int(line.split()[-1], 16) for line in done.stdout.splitlines())

@@ -126,12 +126,8 @@ def test_the_address_that_was_dialed_is_proven(address: str) -> None:
             thread = threading.Thread(target=forge, args=(near,))
             thread.start()
             with pytest.raises(HandshakeError, match="does not know the job's secret"):
-                authenticate(dialer, SECRET, CLAIM, _deadline())
+                authenticate(dialer, SECRET, CLAIM, time.monotonic() + 10)
             thread.join()
-
-
-def _deadline() -> float:
-    return time.monotonic() + 10
 
 
 LIMIT = 64

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from horo.core import context
-from horo.core.calls import Slot, know_torch
+from horo.core.calls import Numbers, Slot, know_torch
 from horo.torch.compat.profiler import begin_span, end_span, profiling
 from horo.torch.compat.torch_private import exchange_table, forward_mode, is_transformed
 from horo.torch.engine.devices import current_stream
@@ -29,7 +29,10 @@ from horo.torch.engine.operation import (
     stage,
 )
 
-__all__ = ["CachedRequest", "RequestCache", "address_of", "taken_name"]
+__all__ = ["AUTOMATIC", "CachedRequest", "Names", "RequestCache", "address_of", "taken_name"]
+
+AUTOMATIC = ".noname."
+"""Between the kind of an operation without a name and its number."""
 
 _Tensor, _strided, _contiguous = torch.Tensor, torch.strided, torch.contiguous_format  # looked up once, not per tensor
 
@@ -74,12 +77,23 @@ def taken_name(team: int, label: str) -> str:
     return label if team == 0 else f"{team}/{label}"
 
 
+class Names(Protocol):
+    """The names of a job's operations on the wire."""
+
+    def name(self, kind: str, name: str | None, team: int = 0) -> str:
+        """The name of one operation. An automatic one is counted."""
+
+    def numbers(self, kind: str, team: int) -> Numbers:
+        """The numbers of its automatic names."""
+
+
 class CachedRequest(Slot):
     """A request without its addresses and, if it has an automatic name, without its name."""
 
     __slots__ = (
         "_casts",
         "_name",
+        "_names",
         "_output_form",
         "_signatures",
         "_sync",
@@ -90,14 +104,13 @@ class CachedRequest(Slot):
         "spec",
         "taken_name",
         "weight",
-        "wire_name",
     )
 
     def __init__(
         self,
         spec: Operation,
         sync: bool,
-        name: Callable[[str, str | None, int], str],
+        names: Names,
         tensor_count: int,
         *,
         casts: bool,
@@ -106,7 +119,7 @@ class CachedRequest(Slot):
         self.spec = spec
         self._casts = casts
         self._sync = sync
-        self._name = name
+        self._names = names
         self._signatures: Sequence[tuple[torch.Size, torch.dtype]] | None = None
         self._output_form: tuple[torch.Size, tuple[int, ...]] | None = None
         """Shape and strides of its result if it has only one and is not in place; None: the shape of its tensor.
@@ -120,16 +133,23 @@ class CachedRequest(Slot):
         """The GPU that its tensors are on; None: they are in host memory."""
         self.is_taken = True  # by the call that makes it
         self.buffer = context.RequestBuffer()
-        self.bind(*self.buffer.places(), spec.name is None)
         self.weight = _REQUEST_WEIGHT + tensor_count
-        self.wire_name = ""
-        """Its name, or that of its last call."""
+        self._name: str | None = None  # without an automatic one
         self.taken_name: str | None = None
         """Key of its name in ``Runtime.taken_names``; None for an automatic name."""
-        if spec.name is not None:
-            self.wire_name = name(spec.kind, spec.name, spec.team)
-            self.taken_name = taken_name(spec.team, self.wire_name)
-            self.buffer.set_name(self.wire_name)
+        if spec.name is None:
+            self.buffer.set_name(f"{spec.kind}{AUTOMATIC}")
+            self.bind(*self.buffer.places(), names.numbers(spec.kind, spec.team), len(spec.kind + AUTOMATIC))
+        else:
+            self._name = names.name(spec.kind, spec.name, spec.team)
+            self.taken_name = taken_name(spec.team, self._name)
+            self.buffer.set_name(self._name)
+            self.bind(*self.buffer.places(), None, 0)
+
+    @property
+    def wire_name(self) -> str:
+        """Its name, or that of its last call."""
+        return self.buffer.name() if self._name is None else self._name
 
     @property
     def collective(self) -> str:
@@ -205,10 +225,11 @@ class CachedRequest(Slot):
 
     def label(self) -> str:
         """Its name on the wire. An automatic name is counted here: call this only when nothing can be refused."""
-        if self.spec.name is None:
-            self.wire_name = self._name(self.spec.kind, None, self.spec.team)
-            self.buffer.set_name(self.wire_name)
-        return self.wire_name
+        if self._name is not None:
+            return self._name
+        label = self._names.name(self.spec.kind, None, self.spec.team)
+        self.buffer.set_name(label)
+        return label
 
     def _sources(self, tensors: Sequence[torch.Tensor]) -> list[int] | None:
         """The addresses of ``tensors`` if all can be used without a copy and have the same signatures, else None."""
@@ -258,8 +279,8 @@ class CachedRequest(Slot):
 class RequestCache:
     """The requests of one job by key. When it is full, the one that was made first goes."""
 
-    def __init__(self, name: Callable[[str, str | None, int], str], *, casts: bool = False) -> None:
-        self._name = name
+    def __init__(self, names: Names, *, casts: bool = False) -> None:
+        self._names = names
         self._casts = casts
         """As the argument of ``stage``."""
         self.kept: dict[Hashable, CachedRequest] = {}
@@ -299,7 +320,7 @@ class RequestCache:
         kept = None if key is None else self.take(key)
         if kept is not None:
             return kept
-        fresh = CachedRequest(spec, sync, self._name, tensor_count, casts=self._casts)
+        fresh = CachedRequest(spec, sync, self._names, tensor_count, casts=self._casts)
         if key is not None and key not in self.kept:
             self._keep(key, fresh)
         return fresh

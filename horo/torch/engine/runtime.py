@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import threading
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import torch
 
-from horo.core.calls import Caller
+from horo.core.calls import Caller, Numbers
 from horo.core.signal_safe_call import ThreadCall
 from horo.diagnostics.frames import is_within
 from horo.errors import AbortedError, NotInitializedError, UsageError
@@ -26,7 +25,7 @@ from horo.torch.engine.devices import let_go
 from horo.torch.engine.join_round import Joining
 from horo.torch.engine.operation import StagedTensors
 from horo.torch.engine.process_set_registry import Teams
-from horo.torch.engine.request_cache import CachedRequest, RequestCache, taken_name
+from horo.torch.engine.request_cache import AUTOMATIC, CachedRequest, RequestCache, taken_name
 from horo.torch.engine.results import fill_out, gathered
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ class Runtime(Caller):
         """Memory of calls that an exception from a signal handler has left while the core may still use the memory. By
         the core's handle, which is stored nowhere else."""
         self.uses_gpus = False  # else requests may be on GPUs
-        self.request_cache = RequestCache(self.name, casts=job.settings.get("gpu_operations") == "nccl")
+        self.request_cache = RequestCache(self, casts=job.settings.get("gpu_operations") == "nccl")
         """Requests for calls with the same arguments as an earlier call."""
         self.kept = self.request_cache.kept
         self.handle_base = handle_base
@@ -109,7 +108,7 @@ class Runtime(Caller):
         """No call may enter any more: the runtime is closed, or this is a forked child."""
         self.sharded: weakref.WeakSet[Shares] = weakref.WeakSet()
         """The sharded optimizers of this rank: a rank that has joined steps nothing for the others."""
-        self._names: defaultdict[tuple[int, str], Iterator[int]] = defaultdict(itertools.count)
+        self._names: defaultdict[tuple[int, str], Numbers] = defaultdict(Numbers)
         self._orders: defaultdict[tuple[int, str], threading.RLock] = defaultdict(threading.RLock)
         self._forked = False
         self.use(self.core.place)
@@ -123,7 +122,7 @@ class Runtime(Caller):
         if name is None:
             if self.is_joining:  # the number would be one of before the join
                 self.joining.settle_before(kind)
-            return f"{kind}.noname.{next(self._names[team, kind])}"
+            return f"{kind}{AUTOMATIC}{self._names[team, kind].take()}"
         if not isinstance(name, str) or "\0" in name or name.encode(errors="ignore").decode() != name:
             raise UsageError(f"{kind}: name must be a string without NUL characters and lone surrogates, not {name!r}")
         return f"{kind}.{name}"
@@ -134,9 +133,11 @@ class Runtime(Caller):
         So the operations of one call have equal numbers, also after a call that was interrupted between them. The
         caller is ``in_order``.
         """
-        number = next(self._names[team, like]) - 1
-        self._names[team, like] = itertools.count(number + 1)
-        self._names[team, kind] = itertools.count(number)
+        self._names[team, kind].next = self._names[team, like].next - 1
+
+    def numbers(self, kind: str, team: int) -> Numbers:
+        """The numbers of automatic names of one kind of operation. A join restarts them."""
+        return self._names[team, kind]
 
     def in_order(self, kind: str, name: str | None, team: int = 0) -> AbstractContextManager[object]:
         """Held by a call that does several operations: those of other threads with automatic names come after it.
@@ -243,7 +244,8 @@ class Runtime(Caller):
 
     def restart_names(self) -> None:
         """Starts the counts of names anew after a join: ranks that joined early have counted less than others."""
-        self._names.clear()
+        for numbers in list(self._names.values()):
+            numbers.next = 0
         self._gradient_names.clear()
         self.request_cache.clear()  # for gradients it has names of before
 
