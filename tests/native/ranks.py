@@ -33,6 +33,8 @@ from horo.core.setup import Setup
 
 T = TypeVar("T")
 SUM = _core.REDUCE_OPS["sum"]
+PATIENT: dict[str, Any] = {"spin_us": 10_000, "sleeps_under_contention": False}
+"""Ranks that are threads of one interpreter are late for each other: they are to spin until the others come."""
 Written = Callable[[], str]
 """What has gone to file descriptor 2 so far."""
 

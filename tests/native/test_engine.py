@@ -69,19 +69,19 @@ def test_many_long_names_at_once_flow_through_small_rings(native: ModuleType) ->
     assert sum(map(len, names)) > 5 * native.lib.shim_arena_request_ring_bytes()
 
 
-def test_small_tensors_are_fused_and_fusion_can_be_turned_off() -> None:
-    def body(rank: Rank) -> int:
-        rank.barrier()
-        before = rank.context.counters()["batches"]
-        arrays = [np.ones(10, np.float32) for _ in range(64)]
-        handles = [rank.submit("allreduce", f"{i}", [a], reduce_op=1) for i, a in enumerate(arrays)]
-        rank.finish(*handles)
-        assert all((a == 2).all() for a in arrays)
-        return rank.context.counters()["batches"] - before
-
-    assert max(run_ranks(body, [2], fusion_bytes=1 << 20, cycle_time_us=200_000)) < 64
-    assert run_ranks(body, [2], fusion_bytes=0) == [64, 64]
-    assert min(run_ranks(body, [2], fusion_bytes=100, cycle_time_us=100_000)) >= 32  # a third one has no room
+@pytest.mark.parametrize(
+    ("fusion_bytes", "cycle_time_us", "batches"),
+    [(1 << 20, 200_000, range(1, 64)), (0, 0, range(64, 65)), (100, 100_000, range(32, 65))],
+    ids=["all at once", "none", "two have room"],
+)
+@on_ranks("fusion_bytes", "cycle_time_us")
+def test_small_tensors_are_fused_and_fusion_can_be_turned_off(rank: Rank, batches: range) -> None:
+    rank.barrier()
+    before = rank.context.counters()["batches"]
+    arrays = [np.ones(10, np.float32) for _ in range(64)]
+    rank.finish(*[rank.submit("allreduce", f"{i}", [array], reduce_op=1) for i, array in enumerate(arrays)])
+    assert all((array == 2).all() for array in arrays)
+    assert rank.context.counters()["batches"] - before in batches
 
 
 @on_ranks([2, 1])

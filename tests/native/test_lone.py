@@ -7,13 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import SUM, Rank, describe, on_ranks, run_ranks, wait_for
+from ranks import PATIENT, SUM, Rank, describe, on_ranks, run_ranks, wait_for
 
 from horo.core import context
 from horo.errors import AbortedError, HoroError, PeerLostError, UsageError
 
-PATIENT = {"spin_us": 10_000, "sleeps_under_contention": False}
-"""Ranks that are threads of one interpreter are late for each other: they are to spin until the others come."""
 TIMES = 300
 """More than the number of rounds that the word of a team can tell apart."""
 

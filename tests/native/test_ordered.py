@@ -7,12 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import SUM, Rank, describe, on_ranks, over_every_layout
+from ranks import PATIENT, SUM, Rank, describe, on_ranks, over_every_layout
 
 from horo.core import context
 from horo.errors import HoroError, MismatchError, UnsupportedError, UsageError
-
-PATIENT = {"spin_us": 10_000, "sleeps_under_contention": False}
 
 
 def submit(rank: Rank, op: str, array: np.ndarray, output: np.ndarray | None = None, **options: Any) -> int:

@@ -7,9 +7,10 @@
  *   partition: header | one block per rank | one request ring per rank | response log | two slots per rank
  *
  * All partitions are alike, with room for every rank of the host; pages of what is never used are never touched. A
- * partition is mapped when its team is made, and the rings with the first send or receive. Atomics name their partner
- * where they are used. Every word that one rank writes and another polls has a cache line of its own, together only
- * with words of the same writer. Ranks are counted by their index on the host, in every partition.
+ * partition is mapped when its team is made, and the rings with the first send or receive, or at once by a leader that
+ * passes them on between hosts. Atomics name their partner where they are used. Every word that one rank writes and
+ * another polls has a cache line of its own, together only with words of the same writer. Ranks are counted by their
+ * index on the host, in every partition.
  */
 #ifndef HR_ARENA_ARENA_H
 #define HR_ARENA_ARENA_H

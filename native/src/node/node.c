@@ -1,7 +1,9 @@
 #include "node/node.h"
 
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 #include "arena/arena.h"
@@ -64,9 +66,14 @@ void hr_node_abort(struct hr_node *node, int code, int rank, enum hr_abort_reaso
     hr_node_pass_abort(node, (struct hr_abort){.code = code, .rank = rank, .by = node->rank, .reason = reason});
 }
 
-void hr_node_end(struct hr_node *node, int code, int rank, const char *words, size_t bytes) {
-    hr_arena_keep_last_words(&node->arena, rank, words, bytes);
-    hr_node_abort(node, code, rank, HR_REASON_ENDED);
+void hr_node_end(struct hr_node *node, int code, const char *format, ...) {
+    char words[HR_LAST_WORDS_MAX + 1];
+    va_list arguments;
+    va_start(arguments, format);
+    (void)vsnprintf(words, sizeof words, format, arguments);
+    va_end(arguments);
+    hr_arena_keep_last_words(&node->arena, node->rank, words, strlen(words));
+    hr_node_abort(node, code, node->rank, HR_REASON_ENDED);
 }
 
 void hr_node_call(struct hr_node *node, int local_rank) {

@@ -109,8 +109,8 @@ void hr_node_pass_questions(struct hr_node *node);
 void hr_node_abort(struct hr_node *node, int code, int rank, enum hr_abort_reason reason);
 /* The same for a reason that another rank has found. */
 void hr_node_pass_abort(struct hr_node *node, struct hr_abort end);
-/* The same with the sentence that everybody is told: of a rank whose program ended with an error, and the like. */
-void hr_node_end(struct hr_node *node, int code, int rank, const char *words, size_t bytes);
+/* The same by this rank, with the sentence that everybody is told: its program ended with an error, and the like. */
+void hr_node_end(struct hr_node *node, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
 /* The life line to a rank of the host has ended. Any thread. */
 void hr_node_lose(struct hr_node *node, int local_rank);

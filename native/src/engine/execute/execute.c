@@ -24,12 +24,12 @@ static uint64_t step(const struct hr_executor *executor) {
 }
 
 /* For a timeline: the record that is executed, and how its data moves; and for the flight recorder its requests. */
-static void note_begun(const struct hr_lane *lane, struct hr_request *const *requests, size_t count, uint64_t bytes,
-                       int moves_data) {
+static void note_begun(const struct hr_lane *lane, int moves_data) {
+    const struct hr_batch *batch = &lane->executor.batch;
     const struct hr_transport *transport = lane->team->transport;
     if (hr_recorder_is_traced(&lane->node->recorder)) {
         const int via = !moves_data                                                  ? HR_VIA_NONE
-                        : (requests[0]->call.flags & HORO_SUBMIT_ON_GPU) != 0        ? HR_VIA_GPU
+                        : (batch->requests[0]->call.flags & HORO_SUBMIT_ON_GPU) != 0 ? HR_VIA_GPU
                         : transport == NULL                                          ? HR_VIA_SHM
                         : strcmp(transport->ops->name, "mpi") == 0                   ? HR_VIA_MPI
                                                                                      : HR_VIA_TCP;
@@ -41,7 +41,7 @@ static void note_begun(const struct hr_lane *lane, struct hr_request *const *req
                                                    .bytes = (int64_t)(lane->executor.place + step(&lane->executor)),
                                                });
     }
-    hr_requests_note_batch(lane->port.requests, requests, count, bytes);
+    hr_requests_note_batch(lane->port.requests, batch->requests, batch->request_count, batch->bytes);
 }
 
 /* The record that was begun last is over, and so are its requests, if this rank has any, with this outcome. */
@@ -191,7 +191,7 @@ static int run_batch(struct hr_lane *lane, struct hr_wire_rows rows) {
     if (batch->request_count == 0) {
         return HORO_ERR_INTERNAL;
     }
-    note_begun(lane, batch->requests, batch->request_count, batch->bytes, batch->operand_count > 0);
+    note_begun(lane, batch->operand_count > 0);
     struct hr_request *first = batch->requests[0];
     if (hr_op_is(first->call.op, HR_OP_OF_TEAMS) || hr_op_is(first->call.op, HR_OP_LAST)) {
         const uint8_t *cursor = rows.data;
@@ -289,13 +289,12 @@ static int load_lone(struct hr_batch *batch, struct hr_request *request) {
 
 int hr_batch_begin_ahead(struct hr_lane *lane, struct hr_request *request) {
     struct hr_batch *batch = &lane->executor.batch;
-    struct hr_error error;
     if (load_lone(batch, request) != HORO_OK) {
         return 0;
     }
     if (hr_op_is(request->call.op, HR_OP_TELLING_ROWS) &&
         (batch->bytes > ROWS_AHEAD_MOST ||
-         hr_gather_prepare(request, lane->team, request->rows, 1, &error) != HORO_OK)) {
+         hr_gather_prepare(request, lane->team, request->rows, 1, NULL) != HORO_OK)) {
         hr_request_drop_results(request);
         return 0;
     }
@@ -329,7 +328,7 @@ int hr_lane_execute_lone(struct hr_lane *lane, struct hr_request *request, struc
         return run_batch(lane, rows);
     }
     batch->is_ahead = 0;
-    note_begun(lane, batch->requests, 1, batch->bytes, 1);
+    note_begun(lane, 1);
     lane->backend->ops->show_ahead(lane->backend);
     lane->executor.state = HR_EXECUTION_RUNNING;
     hr_meter_move(&lane->port.requests->meter, 1, hr_ticks());
@@ -340,14 +339,13 @@ int hr_lane_execute_lone(struct hr_lane *lane, struct hr_request *request, struc
 
 /* A batch of one tensor whose result has come with the record. */
 static int execute_result(struct hr_lane *lane, const struct hr_wire_message *record) {
-    struct hr_batch *batch = &lane->executor.batch;
     struct hr_request *request = NULL;
     HR_TRY(resolve(lane, &(struct hr_wire_ref){.id = record->id}, &request));
-    HR_TRY(load_lone(batch, request));
+    HR_TRY(load_lone(&lane->executor.batch, request));
     if (hr_carried_bytes(lane->team, &request->call) != record->data_bytes) {
         return HORO_ERR_INTERNAL;
     }
-    note_begun(lane, &request, 1, batch->bytes, 0);
+    note_begun(lane, 0);
     hr_carried_unpack(lane->team, &request->call, record->data);
     end_batch(lane);
     return HORO_OK;

@@ -4,7 +4,6 @@
  */
 #include "engine/gpu/nccl.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -218,7 +217,6 @@ static int look(struct hr_gpu_team *team) {
 static int turn_broken(struct hr_gpu_team *team) {
     const struct hr_engine *engine = team->engine;
     const char *of = team->name[0] == '\0' ? "" : " for ";
-    char words[HORO_MESSAGE_MAX];
     if (team->comm.state != HR_NCCL_BROKEN || team->is_told) {
         return 0;
     }
@@ -230,9 +228,8 @@ static int turn_broken(struct hr_gpu_team *team) {
         return 0;
     }
     team->is_told = 1;
-    const int length = snprintf(words, sizeof words, "a failure of NCCL%s%s: %.700s", of, team->name,
-                                team->comm.failure.text);
-    hr_node_end(engine->node, HORO_ERR_PEER_LOST, engine->node->rank, words, (size_t)length);
+    hr_node_end(engine->node, HORO_ERR_PEER_LOST, "a failure of NCCL%s%s: %.700s", of, team->name,
+                team->comm.failure.text);
     return 1;
 }
 
@@ -380,9 +377,8 @@ void hr_gpu_end(struct hr_engine *engine, int has_failed) {
         drop(engine, team);
     }
     drop(engine, gpu->connecting);
-    struct hr_error ignored = {0};
     struct hr_device_visit visit;
-    if (hr_device_enter(gpu->device, &visit, &ignored) == HORO_OK) {
+    if (hr_device_enter(gpu->device, &visit, NULL) == HORO_OK) {
         (void)gpu->device->cuda->stream_destroy(gpu->stream);
         hr_device_leave(gpu->device, &visit);
     }

@@ -2,7 +2,6 @@
  * Requests whose tensors are on a GPU. They are submitted as all others, with the memory of a staging in place of their
  * tensors', but get into the queue only when the values are there: until then the rank has not announced them.
  */
-#include <stdio.h>
 #include <stdlib.h>
 
 #include "base/cut.h"
@@ -35,12 +34,10 @@ static void fail_locked(struct hr_engine *engine, struct hr_request *request, in
     const horo_request *call = &request->call;
     const int is_told = hr_requests_refuse(&engine->requests, call->team, call->name, status, text) == 1;
     if (!is_told && !atomic_load(&engine->drive.stop)) {
-        char words[HORO_MESSAGE_MAX];
-        const int length = snprintf(words, sizeof words,
-                                    "an error on GPU %d that lost the values of %s '%.60s': %.500s; if a kernel of the "
-                                    "program is at fault, a run with CUDA_LAUNCH_BLOCKING=1 shows which",
-                                    call->device - 1, hr_op_name(call->op), call->name, text);
-        hr_node_end(engine->node, HORO_ERR_PEER_LOST, engine->node->rank, words, (size_t)length);
+        hr_node_end(engine->node, HORO_ERR_PEER_LOST,
+                    "an error on GPU %d that lost the values of %s '%.60s': %.500s; if a kernel of the program is at "
+                    "fault, a run with CUDA_LAUNCH_BLOCKING=1 shows which",
+                    call->device - 1, hr_op_name(call->op), call->name, text);
     }
     hr_drive_kick(&engine->drive); /* a caller that waits for it may drive meanwhile */
     hr_drive_wake_waiters(&engine->drive);
@@ -57,14 +54,10 @@ static void on_failed(void *owner, void *launched, const char *text) {
 
 int hr_engine_use_cuda(struct hr_engine *engine, const char *const *paths, size_t path_count, struct hr_error *error) {
     (void)pthread_mutex_lock(&engine->staging_lock);
-    struct hr_stager *made = NULL;
-    int status = HORO_OK;
-    if (atomic_load(&engine->stager) == NULL) {
-        status = hr_stager_create(paths, path_count, engine, on_ready, on_failed, &made, error);
-    }
-    if (made != NULL) {
-        atomic_store(&engine->stager, made);
-    }
+    struct hr_stager *made = atomic_load(&engine->stager);
+    const int status =
+        made != NULL ? HORO_OK : hr_stager_create(paths, path_count, engine, on_ready, on_failed, &made, error);
+    atomic_store(&engine->stager, made);
     (void)pthread_mutex_unlock(&engine->staging_lock);
     return status;
 }

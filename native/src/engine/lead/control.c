@@ -118,22 +118,22 @@ int hr_leader_hand_down(struct hr_leader *leader, size_t mark) {
     return HORO_OK;
 }
 
-int hr_leader_put_carried(struct hr_leader *leader, struct hr_buffer *out, int *is_put) {
+int hr_leader_put_carried(struct hr_leader *leader, struct hr_buffer *out) {
     struct hr_carry *carry = &leader->carry;
     const uint32_t id = carry->id;
     const int is_whole = carry->count == carry->members && id != 0 && hr_agree_lone(&leader->agree) == id;
     /* this rank is a member, too, but has none any more where its requests have failed at the end of the group */
     const struct hr_request *request = is_whole ? hr_announcer_pending(leader->announcer, id) : NULL;
-    *is_put = request != NULL;
-    if (!*is_put) {
-        return HORO_OK;
+    if (request == NULL) {
+        return HR_STILL;
     }
     HR_TRY(hr_carry_reduce(carry, leader->team, request));
     hr_agree_take_lone(&leader->agree);
-    return hr_frame_put(out, &(struct hr_wire_message){.type = leader->is_root ? HR_WIRE_RESULT : HR_WIRE_DATA,
+    HR_TRY(hr_frame_put(out, &(struct hr_wire_message){.type = leader->is_root ? HR_WIRE_RESULT : HR_WIRE_DATA,
                                                        .id = id,
                                                        .data = carry->data,
-                                                       .data_bytes = carry->bytes});
+                                                       .data_bytes = carry->bytes}));
+    return HR_MOVED;
 }
 
 int hr_leader_report(struct hr_leader *leader) {
@@ -142,9 +142,9 @@ int hr_leader_report(struct hr_leader *leader) {
     }
     struct hr_buffer *out = leader->is_root ? &leader->log_out : &leader->links[0].out;
     const size_t mark = hr_buffer_size(out);
-    int is_put = 0;
-    HR_TRY(leader->is_root ? HORO_OK : hr_leader_put_carried(leader, out, &is_put));
-    HR_TRY(is_put ? HORO_OK : hr_agree_collect(&leader->agree, out));
+    const int carried = leader->is_root ? HR_STILL : hr_leader_put_carried(leader, out);
+    HR_TRY(carried);
+    HR_TRY(carried == HR_MOVED ? HORO_OK : hr_agree_collect(&leader->agree, out));
     HR_TRY(leader->is_root ? hr_leader_hand_down(leader, mark) : HORO_OK);
     return HR_MOVED;
 }

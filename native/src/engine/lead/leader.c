@@ -215,9 +215,9 @@ static int write_tuning(struct hr_leader *leader) {
 static int write_batches(struct hr_leader *leader, int all) {
     do {
         const size_t mark = hr_buffer_size(&leader->log_out);
-        int is_put;
-        HR_TRY(hr_leader_put_carried(leader, &leader->log_out, &is_put));
-        HR_TRY(is_put ? HORO_OK : hr_agree_form_batch(&leader->agree, &leader->log_out));
+        const int carried = hr_leader_put_carried(leader, &leader->log_out);
+        HR_TRY(carried);
+        HR_TRY(carried == HR_MOVED ? HORO_OK : hr_agree_form_batch(&leader->agree, &leader->log_out));
         HR_TRY(hr_leader_hand_down(leader, mark));
     } while (all && hr_agree_is_ready(&leader->agree));
     return HORO_OK;

@@ -279,10 +279,9 @@ static int make(struct hr_lane *lane, const void *bytes, size_t byte_count, stru
     }
     horo_request call;
     void *memory;
-    struct hr_error error = {0};
     struct hr_request *made = NULL;
     HR_TRY(draft(lane, &decoded, &call, &memory));
-    int status = hr_request_create(&call, &made, &error);
+    int status = hr_request_create(&call, &made, NULL);
     free(memory);
     HR_TRY(status);
     made->port = &lane->port;

@@ -47,7 +47,7 @@ static void stop_waiting(struct hr_engine *engine) {
         return;
     }
     if (leaving->words[0] != '\0') {
-        hr_node_end(engine->node, leaving->status, engine->node->rank, leaving->words, strlen(leaving->words));
+        hr_node_end(engine->node, leaving->status, "%s", leaving->words);
     } else {
         hr_node_abort(engine->node, leaving->status, engine->node->rank, HR_REASON_LEFT);
     }

@@ -215,7 +215,7 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
         hr_log(&lane->node->log, HORO_LOG_WARNING, "all ranks wait and nothing can finish: %s", text);
         break;
     case HR_VERDICT_DEADLOCK:
-        hr_node_end(lane->node, HORO_ERR_DEADLOCK, lane->node->rank, text, strlen(text));
+        hr_node_end(lane->node, HORO_ERR_DEADLOCK, "%s", text);
         break;
     }
     return HR_NEVER;

@@ -19,12 +19,9 @@ enum { GRACE_MS = 500 }; /* on one host, and twice that where leaders talk */
 /* "rank 1 (h1) has" or "ranks 1, 3 (h1) have", then `rest` and the operation. */
 static void end_group(const struct hr_lane *lane, const struct hr_rank_list *who, const char *verb, const char *verbs,
                       const char *rest, struct hr_wire_text late) {
-    struct hr_node *node = lane->node;
-    char text[HR_LAST_WORDS_MAX + 1];
     const int is_one = who->count == 1;
-    (void)snprintf(text, sizeof text, "rank%s %s (%s) %s %s %.*s", is_one ? "" : "s", who->numbers,
-                   node->host_name_of_rank[who->first], is_one ? verb : verbs, rest, (int)late.bytes, late.data);
-    hr_node_end(node, HORO_ERR_TIMEOUT, node->rank, text, strlen(text));
+    hr_node_end(lane->node, HORO_ERR_TIMEOUT, "rank%s %s (%s) %s %s %.*s", is_one ? "" : "s", who->numbers,
+                lane->node->host_name_of_rank[who->first], is_one ? verb : verbs, rest, (int)late.bytes, late.data);
 }
 
 /* ---- Leaders ---- */
@@ -161,7 +158,6 @@ static void find_silent(const struct hr_lane *lane, struct hr_rank_list *who) {
 /* Nobody has ended the group: 1, this rank has; 0: before the last look, others may know better. */
 static int give_up(const struct late *late, int is_last) {
     const struct hr_lane *lane = late->lane;
-    const struct hr_wire_text text = text_of(late->text);
     struct hr_rank_list who = {0};
     find_silent(lane, &who);
     if (who.count == 0 && !is_last) {
@@ -176,22 +172,11 @@ static int give_up(const struct late *late, int is_last) {
         }
     }
     if (who.count > 0) {
-        end_group(lane, &who, "does", "do", "not answer, and others wait for", text);
-        return 1;
+        end_group(lane, &who, "does", "do", "not answer, and others wait for", text_of(late->text));
+    } else {
+        hr_node_end(lane->node, HORO_ERR_TIMEOUT, "all ranks have called, and not done, %s", late->text);
     }
-    char all[HR_LAST_WORDS_MAX + 1];
-    (void)snprintf(all, sizeof all, "all ranks have called, and not done, %.*s", (int)text.bytes, text.data);
-    hr_node_end(lane->node, HORO_ERR_TIMEOUT, lane->node->rank, all, strlen(all));
     return 1;
-}
-
-/* With the lock held: a send or receive is late, about which nobody else need be asked. */
-static void end_for_pair(const struct hr_engine *engine, const struct hr_request *request) {
-    char what[HORO_MESSAGE_MAX / 2];
-    char text[HR_LAST_WORDS_MAX + 1];
-    hr_pairs_describe(&engine->pairs, request, what, sizeof what);
-    (void)snprintf(text, sizeof text, "%s within the timeout of %g s", what, (double)request->call.timeout_ms / 1e3);
-    hr_node_end(engine->node, HORO_ERR_TIMEOUT, engine->node->rank, text, strlen(text));
 }
 
 static int64_t due(struct hr_part *part, int64_t now_ns) {
@@ -204,8 +189,10 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
     }
     hr_drive_lock(&engine->drive);
     const int64_t first_ns = find_first(&engine->requests, &first);
-    if (first_ns <= now_ns && first->port == NULL) {
-        end_for_pair(engine, first);
+    if (first_ns <= now_ns && first->port == NULL) { /* a send or receive, about which nobody else need be asked */
+        hr_pairs_describe(&engine->pairs, first, late.text, sizeof late.text);
+        hr_node_end(engine->node, HORO_ERR_TIMEOUT, "%s within the timeout of %g s", late.text,
+                    (double)first->call.timeout_ms / 1e3);
     } else if (first_ns <= now_ns && engine->drive.stage == HR_STAGE_RUNNING) {
         late.lane = first->port->lane;
         late.handle = first->handle;

@@ -381,9 +381,8 @@ enum { REASON_MAX = 700 };
 
 /* 1: it is announced; 0: nobody waits for it, or a request of the name is under way here. */
 static int add_refusal(struct hr_requests *requests, struct hr_request *refusal) {
-    struct hr_error unused = {0};
     struct hr_port *port = NULL;
-    if (hr_port_find(requests, refusal->call.team, refusal->call.name, &port, &unused) != HORO_OK || port == NULL ||
+    if (hr_port_find(requests, refusal->call.team, refusal->call.name, &port, NULL) != HORO_OK || port == NULL ||
         port->state != HR_PORT_OPEN || atomic_load(&requests->drive->stop)) {
         return 0;
     }
@@ -414,8 +413,7 @@ int hr_requests_refuse(struct hr_requests *requests, int32_t team, const char *n
                                .postscale = 1.0,
                                .team = team};
     struct hr_request *refusal = NULL;
-    struct hr_error error = {0};
-    HR_TRY(hr_request_create(&call, &refusal, &error));
+    HR_TRY(hr_request_create(&call, &refusal, NULL));
     char text[HORO_MESSAGE_MAX];
     (void)snprintf(text, sizeof text, "rank %d (%.200s) has refused it: %.*s", node->rank,
                    node->host_name_of_rank[node->rank], REASON_MAX, reason);

@@ -256,8 +256,6 @@ hr_status hr_requests_release(struct hr_requests *requests, int64_t handle) {
         unowned = request->owners == 0 ? request : NULL;
     }
     hr_drive_unlock(requests->drive);
-    if (unowned != NULL) {
-        hr_request_destroy(unowned);
-    }
+    hr_request_destroy(unowned);
     return status;
 }
