@@ -131,10 +131,8 @@ static hr_status begin_between_hosts(struct hr_allgather *run) {
                                        : (size_t)team->size * team->tuning.gather_lone;
     const size_t count = hr_divide_up(total, at_once);
     run->shares.count = count * (size_t)run->shares.owners;
-    run->segments.ops = &several_hosts;
     run->segments.carries = team->local_rank < run->shares.owners;
-    run->segments.drain_phase = HR_PHASE_REDUCED;
-    hr_segments_begin(&run->segments, count);
+    hr_segments_begin(&run->segments, &several_hosts, HR_PHASE_REDUCED, count);
     return HORO_OK;
 }
 
@@ -156,8 +154,7 @@ hr_status hr_allgather_begin(struct hr_allgather *run, struct hr_team *team, con
     if (team->size == 1) {
         hr_fused_unpack(by_rank, 0, total, NULL, team->node->kernel, run->result_store);
     }
-    run->segments.ops = &one_host;
-    run->segments.drain_phase = HR_PHASE_FILLED;
-    hr_segments_begin(&run->segments, team->size == 1 ? 0 : hr_divide_up(longest, team->tuning.segment));
+    hr_segments_begin(&run->segments, &one_host, HR_PHASE_FILLED,
+                      team->size == 1 ? 0 : hr_divide_up(longest, team->tuning.segment));
     return HORO_OK;
 }

@@ -281,14 +281,13 @@ hr_status hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, con
         run_alone(run);
     }
     if (team->size == 1 || fused->bytes == 0) {
-        hr_segments_begin(segments, 0);
+        hr_segments_begin(segments, NULL, HR_PHASE_REDUCED, 0);
         return HORO_OK;
     }
-    segments->drain_phase = HR_PHASE_REDUCED;
+    const struct hr_segments_ops *ops = &several_hosts;
     if (team->host_count > 1) {
         run->partial_scale = hr_partial_scale(fused->codec, reduce_op, postscale.factor);
         run->postscale.factor /= run->partial_scale;
-        segments->ops = &several_hosts;
         segments->carries = team->local_rank < run->owners;
         /* room for two of the largest shares, which cannot be moved once anything travels; for one of small data */
         const size_t segment_bytes = segment_of(run, 0).bytes;
@@ -298,14 +297,14 @@ hr_status hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, con
                                        hr_share_most(segment_bytes, run->owners), &hr_cross_ring);
         HR_TRY(hr_segments_reserve_scratch(team, at_once * run->scratch_bytes));
     } else if (fused->bytes <= team->tuning.flat) {
-        segments->ops = &flat;
-        segments->drain_phase = HR_PHASE_FILLED;
+        ops = &flat;
     } else {
-        segments->ops = team->local_size == 2 && !packs_own_share(run) ? &exchanging : &one_host;
+        ops = team->local_size == 2 && !packs_own_share(run) ? &exchanging : &one_host;
         if (fused->bytes >= team->tuning.stream) {
             segments->trial = hr_store_try(&team->allreduce_stores, fused->bytes);
         }
     }
-    hr_segments_begin(segments, hr_divide_up(fused->bytes, team->tuning.segment));
+    hr_segments_begin(segments, ops, ops == &flat ? HR_PHASE_FILLED : HR_PHASE_REDUCED,
+                      hr_divide_up(fused->bytes, team->tuning.segment));
     return HORO_OK;
 }

@@ -107,9 +107,7 @@ static hr_status begin_on_one_host(struct hr_alltoall *run) {
         run->places[r] = room_for(run, r, team->rank, count);
     }
     run->segments.trial.store = hr_store_choose_for_move(team, run->to[team->rank].bytes);
-    run->segments.ops = &one_host;
-    run->segments.drain_phase = HR_PHASE_FILLED;
-    hr_segments_begin(&run->segments, count);
+    hr_segments_begin(&run->segments, &one_host, HR_PHASE_FILLED, count);
     return HORO_OK;
 }
 
@@ -333,10 +331,8 @@ static hr_status begin_between_hosts(struct hr_alltoall *run) {
     measure_traffic(run);
     HR_TRY(count_segments(run, &count));
     run->shares.count = count * (size_t)run->shares.owners;
-    run->segments.ops = &several_hosts;
     run->segments.carries = team->local_rank < run->shares.owners;
-    run->segments.drain_phase = HR_PHASE_REDUCED;
-    hr_segments_begin(&run->segments, count);
+    hr_segments_begin(&run->segments, &several_hosts, HR_PHASE_REDUCED, count);
     return HORO_OK;
 }
 

@@ -56,7 +56,7 @@ static const struct hr_segments_ops broadcast_ops = {.fill = fill, .begin = begi
 
 void hr_broadcast_begin(struct hr_broadcast *run, struct hr_team *team, const struct hr_fused *fused, int root_rank) {
     *run = (struct hr_broadcast){
-        .segments = {.team = team, .ops = &broadcast_ops},
+        .segments = {.team = team},
         .fused = *fused,
         .root_rank = root_rank,
         .root_host = team->host_of_rank[root_rank],
@@ -71,6 +71,6 @@ void hr_broadcast_begin(struct hr_broadcast *run, struct hr_team *team, const st
     }
     run->segments.carries = team->local_rank < run->owners;
     run->segments.begins_alone = !on_root_host(run); /* data that comes there goes into the owners' own slots */
-    run->segments.drain_phase = on_root_host(run) ? HR_PHASE_FILLED : HR_PHASE_REDUCED;
-    hr_segments_begin(&run->segments, hr_divide_up(fused->bytes, team->tuning.segment));
+    hr_segments_begin(&run->segments, &broadcast_ops, on_root_host(run) ? HR_PHASE_FILLED : HR_PHASE_REDUCED,
+                      hr_divide_up(fused->bytes, team->tuning.segment));
 }

@@ -112,11 +112,10 @@ static void begin(struct hr_segments *segments, size_t k, struct hr_cross *cross
     }
     const size_t bytes = (size_t)(slot + walk.at + walk.share.bytes - region);
     const struct hr_cross_ops *ops = bytes <= team->tuning.doubling ? &hr_cross_doubling : &hr_cross_scatter_ring;
-    const int has_parts = ops == &hr_cross_scatter_ring;
     struct hr_cross_call call = hr_cross_call_of(team, run->codec);
-    call.data = has_parts ? NULL : region;
-    call.count = has_parts ? 0 : bytes / run->codec->wire_bytes;
-    call.parts = has_parts ? parts : NULL;
+    call.data = region;
+    call.count = bytes / run->codec->wire_bytes;
+    call.parts = ops == &hr_cross_scatter_ring ? parts : NULL; /* instead of both */
     call.reduce_op = run->reduce_op;
     call.scratch = scratch;
     hr_cross_begin(ops, cross, &call);
@@ -164,8 +163,6 @@ static hr_status begin_between_hosts(struct hr_reducescatter *run) {
                                    &hr_cross_scatter_ring);
     run->scratch_bytes = hr_round_up(
         run->piece_scratch_bytes + (size_t)team->host_count * sizeof(struct hr_cross_part), HR_CROSS_ALIGNMENT);
-    run->segments.ops = &several_hosts;
-    run->segments.drain_phase = HR_PHASE_REDUCED;
     return hr_segments_reserve_scratch(team, HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes);
 }
 
@@ -189,10 +186,7 @@ hr_status hr_reducescatter_begin(struct hr_reducescatter *run, struct hr_team *t
         return HORO_ERR_RESOURCE;
     }
     *run = (struct hr_reducescatter){
-        .segments = {.team = team,
-                     .ops = &one_host,
-                     .carries = (size_t)team->local_rank < owners,
-                     .drain_phase = HR_PHASE_FILLED},
+        .segments = {.team = team, .carries = (size_t)team->local_rank < owners},
         .codec = codec,
         .reduce_op = reduce_op,
         .prescale = prescale,
@@ -208,6 +202,10 @@ hr_status hr_reducescatter_begin(struct hr_reducescatter *run, struct hr_team *t
     const size_t at_once = run->shares.region_bytes / unit / receivers * owners; /* units of each rank in a segment */
     const size_t count = hr_divide_up(hr_divide_up(longest, unit), at_once);
     run->shares.count = count * owners;
-    hr_segments_begin(&run->segments, count);
+    if (team->host_count == 1) {
+        hr_segments_begin(&run->segments, &one_host, HR_PHASE_FILLED, count);
+    } else {
+        hr_segments_begin(&run->segments, &several_hosts, HR_PHASE_REDUCED, count);
+    }
     return HORO_OK;
 }

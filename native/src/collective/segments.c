@@ -212,8 +212,11 @@ static void show_ahead(struct hr_task *task) {
     arrive(segments, HR_PHASE_FILLED, 0);
 }
 
-void hr_segments_begin(struct hr_segments *segments, size_t count) {
+void hr_segments_begin(struct hr_segments *segments, const struct hr_segments_ops *ops, enum hr_phase drain_phase,
+                       size_t count) {
     segments->task = (struct hr_task){progress, cancel, fill_ahead, show_ahead};
+    segments->ops = ops;
+    segments->drain_phase = drain_phase;
     segments->count = count;
     segments->first = segments->team->segment;
     segments->team->segment += count;

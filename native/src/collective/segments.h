@@ -92,7 +92,8 @@ static inline char *hr_segments_slot(const struct hr_segments *segments, int loc
 }
 
 /* Takes the next `count` segment numbers of the team and makes the task ready to run; other fields stay. */
-void hr_segments_begin(struct hr_segments *segments, size_t count);
+void hr_segments_begin(struct hr_segments *segments, const struct hr_segments_ops *ops, enum hr_phase drain_phase,
+                       size_t count);
 
 /* A call between the hosts of a team, with what all such calls have in common. */
 static inline struct hr_cross_call hr_cross_call_of(const struct hr_team *team, const struct hr_codec *codec) {

@@ -105,30 +105,6 @@ static struct hr_transport *add_mpi(struct hr_node *node, struct hr_transport *s
     return transport;
 }
 
-/* Over duplicates of the descriptors; *control_copy, if asked for, has those for control, to be freed. NULL: *error. */
-static struct hr_transport *connect_sockets(const struct hr_node *node, int host_count, const int32_t *control_fds,
-                                            const int32_t *data_fds, int **control_copy, struct hr_error *error) {
-    int *control = NULL;
-    int *data = NULL;
-    struct hr_transport *sockets = NULL;
-    if (duplicate(control_fds, host_count, 1, &control, error) == HORO_OK &&
-        duplicate(data_fds, host_count, node->sockets_per_peer, &data, error) == HORO_OK) {
-        sockets = hr_tcp_create(control, data, host_count, node->sockets_per_peer,
-                                (int)(node->peer_timeout_ns / 1000000), error);
-    }
-    if (sockets == NULL) {
-        close_all(control, host_count);
-        close_all(data, host_count * node->sockets_per_peer);
-    }
-    free(data);
-    if (control_copy != NULL && sockets != NULL) {
-        *control_copy = control;
-    } else {
-        free(control);
-    }
-    return sockets;
-}
-
 /*
  * Whether this rank was given all links that it needs, in the words of horo_setup and horo_team_setup: a leader those
  * for control, a local index below owner_count those for data. An array that is NULL is not looked at: there are no
@@ -153,15 +129,40 @@ static hr_status check_links(const struct hr_team *team, enum hr_channel channel
     return HORO_OK;
 }
 
+/* Over duplicates of the descriptors; *control_copy, if asked for, has those for control, to be freed. NULL: *error. */
+static struct hr_transport *connect_sockets(const struct hr_team *team, const int32_t *control_fds,
+                                            const int32_t *data_fds, int **control_copy, struct hr_error *error) {
+    const struct hr_node *node = team->node;
+    const int host_count = team->host_count;
+    int *control = NULL;
+    int *data = NULL;
+    struct hr_transport *sockets = NULL;
+    if (check_links(team, HR_CHANNEL_CONTROL, control_fds, error) == HORO_OK &&
+        check_links(team, HR_CHANNEL_DATA, data_fds, error) == HORO_OK &&
+        duplicate(control_fds, host_count, 1, &control, error) == HORO_OK &&
+        duplicate(data_fds, host_count, node->sockets_per_peer, &data, error) == HORO_OK) {
+        sockets = hr_tcp_create(control, data, host_count, node->sockets_per_peer,
+                                (int)(node->peer_timeout_ns / 1000000), error);
+    }
+    if (sockets == NULL) {
+        close_all(control, host_count);
+        close_all(data, host_count * node->sockets_per_peer);
+    }
+    free(data);
+    if (control_copy != NULL && sockets != NULL) {
+        *control_copy = control;
+    } else {
+        free(control);
+    }
+    return sockets;
+}
+
 static hr_status connect_world(struct hr_node *node, const horo_setup *setup, struct hr_team *world,
                                struct hr_error *error) {
     const int by_mpi = setup->mpi != NULL;
     const int32_t *data_fds = by_mpi ? NULL : setup->data_fds;
     int *control = NULL;
-    HR_TRY(check_links(world, HR_CHANNEL_CONTROL, setup->control_fds, error));
-    HR_TRY(check_links(world, HR_CHANNEL_DATA, data_fds, error));
-    struct hr_transport *transport =
-        connect_sockets(node, node->host_count, setup->control_fds, data_fds, &control, error);
+    struct hr_transport *transport = connect_sockets(world, setup->control_fds, data_fds, &control, error);
     if (transport != NULL && by_mpi) {
         transport = add_mpi(node, transport, control, setup, world, error);
     }
@@ -175,16 +176,14 @@ static hr_status connect_world(struct hr_node *node, const horo_setup *setup, st
                : hr_fail(error, HORO_ERR_RESOURCE, "out of memory for links to %d hosts", node->host_count);
 }
 
-hr_status hr_node_connect_team(const struct hr_node *node, struct hr_team *team, const int32_t *control_fds,
-                               const int32_t *data_fds, struct hr_error *error) {
+hr_status hr_node_connect_team(struct hr_team *team, const int32_t *control_fds, const int32_t *data_fds,
+                               struct hr_error *error) {
     if (control_fds == NULL || data_fds == NULL) {
         return hr_fail(error, HORO_ERR_USAGE,
                        "the members of this team are on %d hosts, but no connections between them were given",
                        team->host_count);
     }
-    HR_TRY(check_links(team, HR_CHANNEL_CONTROL, control_fds, error));
-    HR_TRY(check_links(team, HR_CHANNEL_DATA, data_fds, error));
-    team->transport = connect_sockets(node, team->host_count, control_fds, data_fds, NULL, error);
+    team->transport = connect_sockets(team, control_fds, data_fds, NULL, error);
     return team->transport == NULL ? error->code : HORO_OK;
 }
 

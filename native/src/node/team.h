@@ -182,8 +182,8 @@ void hr_node_close_fds(struct hr_node *node);
  * the caller's until it closes them. The node takes the transport in later (hr_node_add_transport). HORO_OK, or a
  * status with *error set.
  */
-hr_status hr_node_connect_team(const struct hr_node *node, struct hr_team *team, const int32_t *control_fds,
-                               const int32_t *data_fds, struct hr_error *error);
+hr_status hr_node_connect_team(struct hr_team *team, const int32_t *control_fds, const int32_t *data_fds,
+                               struct hr_error *error);
 void hr_node_close_links(const struct hr_node *node, int host_count, const int32_t *control_fds,
                          const int32_t *data_fds);
 

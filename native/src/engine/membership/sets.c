@@ -63,7 +63,7 @@ static int create_lane(struct hr_engine *engine, const horo_team_setup *setup, s
     }
     int status = hr_team_init_some(team, engine->lanes[0]->team, setup->ranks, setup->size, error);
     if (status == HORO_OK && team->host_count > 1) {
-        status = hr_node_connect_team(engine->node, team, setup->control_fds, setup->data_fds, error);
+        status = hr_node_connect_team(team, setup->control_fds, setup->data_fds, error);
     }
     if (status != HORO_OK) {
         hr_team_destroy(team);
