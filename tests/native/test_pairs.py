@@ -284,6 +284,24 @@ def test_a_rank_that_leaves_ends_what_others_have_begun_with_it(direct_bytes: in
             ranks[1].finish(pending[2])
 
 
+@on_one_host
+@pytest.mark.parametrize("other", [0, 2])
+def test_what_others_have_begun_with_a_rank_ends_with_the_error_that_has_ended_the_group(
+    direct_bytes: int, other: int
+) -> None:
+    """Also where the other rank has left in consequence."""
+    with Group([3], direct_bytes=direct_bytes) as group:
+        ranks = [Rank(context) for context in group.contexts]
+        pending = [ranks[1].receive(np.zeros(9), other), ranks[1].send(np.zeros(1 << 20), other)]
+        ranks[0].context.end("ValueError: 50% of %s")
+        leave(group, 2)
+        for handle in pending:
+            with pytest.raises(
+                PeerLostError, match=r"rank 0 \(host0\) ended with ValueError: 50% of %s; pending here: '"
+            ):
+                ranks[1].finish(handle)
+
+
 def test_between_hosts_a_rank_that_leaves_ends_what_is_pending() -> None:
     with Group([2, 2]) as group:
         ranks = [Rank(context) for context in group.contexts]

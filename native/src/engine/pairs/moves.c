@@ -310,8 +310,10 @@ static void fail_over(struct hr_pairs *pairs, struct hr_move_of_pair *move, int 
     const struct hr_node *node = pairs->mail.node;
     struct hr_abort end = hr_arena_aborted(&node->arena);
     if (end.code == 0) {
-        const struct hr_abort left = {.code = HORO_ERR_ABORTED, .rank = move->pair.peer, .reason = HR_REASON_LEFT};
-        end = all || move->pair.peer < 0 || is_far(pairs, move) ? hr_end_find(node) : left;
+        end = hr_end_find(node);
+        if (!all && move->pair.peer >= 0 && !is_far(pairs, move) && end.reason != HR_REASON_ENDED) {
+            end = (struct hr_abort){.code = HORO_ERR_ABORTED, .rank = move->pair.peer, .reason = HR_REASON_LEFT};
+        }
     }
     char text[HORO_MESSAGE_MAX];
     hr_drive_lock(pairs->requests->drive);
