@@ -41,6 +41,13 @@ def test_a_request_outlives_what_it_carries(native: ModuleType) -> None:
     assert native.lib.shim_request_outlives_cargo() == 1
 
 
+# ---- At the end of a group the newest request fails first, and others may free it before one more is submitted ----
+
+
+def test_an_ordered_call_is_behind_none_that_has_failed(native: ModuleType) -> None:
+    assert native.lib.shim_request_call_behind_failed_ones() == 1
+
+
 # ---- The time for which data moved while a thread waited, from tick 100 to 200 ----
 
 

@@ -204,16 +204,22 @@ def test_a_change_of_one_gradient_is_found_and_the_others_of_its_bucket_are_aver
 
 
 @pytest.mark.skipif(not COUNTS_IN_HOOKS, reason="each hook submits its gradient")
+@pytest.mark.parametrize(("part", "sizes"), [(1, [32, 32]), (2, [32, 32, 29])])
 @on("ranks2_always")
-def test_gradients_that_the_core_refuses_in_a_hook_are_sent_by_zero_grad(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_the_core_refuses_in_a_hook_are_sent_by_zero_grad(
+    monkeypatch: pytest.MonkeyPatch, part: int, sizes: list[int]
+) -> None:
     values, optimizer = _many(100)
     parts: list[int] = []
-    whole = runtime.current().submit_each
+    job = runtime.current()
+    whole = job.submit_each
 
-    def refuse_second(gradients: list[Any], sync: bool, pending: object) -> None:
+    def refuse_one(gradients: list[Any], sync: bool, pending: object) -> None:
         parts.append(len(gradients))
-        whole(gradients[:3] if len(parts) == 2 else gradients, sync, pending)
-        if len(parts) == 2:
+        kept = [id(grad) for request in job.requests.values() for grad in request._memory]
+        assert {id(each.held) for each in gradients} <= set(kept)  # they are the core's now
+        whole(gradients[: 3 * (part - 1)] if len(parts) == part else gradients, sync, pending)
+        if len(parts) == part:
             raise UsageError("refused")
 
     for step in range(8):
@@ -224,11 +230,12 @@ def test_gradients_that_the_core_refuses_in_a_hook_are_sent_by_zero_grad(monkeyp
             optimizer.synchronize()
             optimizer.zero_grad()
         elif step == 6:
-            monkeypatch.setattr(runtime.current(), "submit_each", refuse_second)
+            monkeypatch.setattr(job, "submit_each", refuse_one)
             with pytest.raises(UsageError, match="refused"):
                 _backward(values, 1.0)
             optimizer.zero_grad()
-            assert parts == [32, 32, 29]  # of the last third there are no gradients
+            assert parts == sizes  # of the others there are no gradients
+            assert not job.requests
         _backward(values, hvd.rank() + 1)
         assert all(value.grad.eq(1.5 * (at + 1)).all() for at, value in enumerate(values))
         optimizer.step()

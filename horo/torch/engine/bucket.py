@@ -47,6 +47,7 @@ class Bucket(Request):
         runtime, before = self._runtime, len(self.gradients)
         try:
             runtime.active_calls[self] = self._memory
+            runtime.requests[self.number] = self  # an exception may have ended the first part
             self.label = gradients[-1].again[sync].label()
             runtime.admit_unnamed(self.label)
             self.gradients += gradients

@@ -152,6 +152,8 @@ int shim_owner_is_here(const shim_owner *owner);
 
 /* 1 if a request is still there while what it carries is let go of. */
 int shim_request_outlives_cargo(void);
+/* Ordered calls fail, the newest first. 1 if the call that is submitted behind them is the next one. */
+int shim_request_call_behind_failed_ones(void);
 
 /* ---- The flight recorder ---- */
 

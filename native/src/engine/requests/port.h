@@ -25,8 +25,8 @@ struct hr_port {
     _Atomic int state;    /* enum hr_port_state; read by any thread */
     struct hr_map names;  /* name -> request that is not done, the first where others are behind it, or a stand-in */
     uint64_t call_count;   /* ordered calls submitted so far */
-    struct hr_request *calls, *last_call; /* those that are not done, linked by next_call */
-    struct hr_request *next_call;         /* of these, the first that no record has been about */
+    struct hr_request *last_call; /* the newest that is not done; they are linked by next_call */
+    struct hr_request *next_call; /* of these, the first that no record has been about */
     _Atomic uint32_t pending; /* how many, those behind others too; read by any thread */
 };
 

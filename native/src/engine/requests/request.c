@@ -365,7 +365,9 @@ hr_status hr_port_add(struct hr_requests *requests, struct hr_request *request) 
     if (hr_request_is_call(request)) {
         request->name_bytes = hr_name_call(++port->call_count, (char *)request->bytes - HR_CALL_NAME_BYTES);
         request->name_hash = hr_hash(request->call.name, request->name_bytes) + 1; /* that of no name */
-        *(port->calls == NULL ? &port->calls : &port->last_call->next_call) = request;
+        if (port->last_call != NULL) {
+            port->last_call->next_call = request;
+        }
         port->last_call = request;
         port->next_call = port->next_call == NULL ? request : port->next_call;
     } else if (request->is_behind) {
@@ -412,9 +414,11 @@ static void remove_name(struct hr_requests *requests, const struct hr_request *r
     struct hr_port *port = request->port;
     struct hr_request *next = request->behind;
     atomic_store_explicit(&port->pending, atomic_load(&port->pending) - 1, memory_order_relaxed);
-    if (hr_request_is_call(request)) { /* the first one: they end in their order */
-        port->calls = request->next_call;
-        port->next_call = port->next_call == request ? request->next_call : port->next_call;
+    if (hr_request_is_call(request)) { /* they end in their order; where all fail, from the newest on */
+        port->last_call = port->last_call == request ? NULL : port->last_call;
+        if (port->next_call == request) {
+            port->next_call = port->last_call == NULL ? NULL : request->next_call;
+        }
     } else if (request->is_behind) {
         struct hr_request *front =
             hr_map_find(&port->names, request->name_hash, request->call.name, request->name_bytes);
