@@ -85,8 +85,9 @@ void hr_round_reopen(const struct hr_round *round);
 /*
  * The data that members have carried with their announcements of one tensor, to be reduced when all have. It holds for
  * one round of agreement: a record of the log, whatever it says, ends it, and so does a report to the parent. Then the
- * data has done its part or is not needed, and the next ordered call may have the same id. To carry costs bytes, and never decides anything: where any member announces without data, or several
- * operations are under way, a batch does what it always does.
+ * data has done its part or is not needed, and the next ordered call may have the same id. To carry costs bytes, and
+ * never decides anything: where any member announces without data, or several operations are under way, a batch does
+ * what it always does.
  */
 struct hr_carry {
     int members;
