@@ -143,3 +143,22 @@ def test_the_bits_do_not_depend_on_the_path(
         assert rank.is_common("bits", reduce(rank, "x"))
 
     run_ranks(body, hosts, cache_capacity=8)
+
+
+@on_ranks([1, 1], [1, 1, 1])
+def test_data_is_that_of_the_call_that_carries_it(rank: Rank) -> None:
+    """Calls without names that look alike have one id. Others make the second one while the first comes to its end."""
+    for step in range(1500):
+        arrays = [np.array([2 * step + call + rank.rank]) for call in range(2)]
+        handles = []
+        for array in arrays:
+            handles.append(rank.submit("allreduce", None, [array], reduce_op=SUM))  # type: ignore[arg-type]
+            if rank.rank == 0:
+                rank.context.wait(handles[-1])
+            else:
+                sum(range(step % 300))  # some time
+        rank.finish(*handles)
+        size = rank.size
+        assert [array[0] for array in arrays] == [
+            (2 * step + call) * size + size * (size - 1) // 2 for call in range(2)
+        ], step

@@ -34,11 +34,13 @@ def test_many_at_once_of_all_kinds_among_named_ones(rank: Rank) -> None:
     drawn, own = random.Random(rank.size), random.Random(rank.rank)
     pending: list[tuple[int, np.ndarray, np.ndarray]] = []
     for step in range(300):
-        op = drawn.choice(["allreduce", "allreduce", "broadcast", "reduce", "gather", "allgather", "named"])
+        op = drawn.choice(["allreduce", "allreduce", "broadcast", "reduce", "gather", "allgather", "named", "barrier"])
         count, root = drawn.choice([1, 2, 3, 700, 3000]), drawn.randrange(rank.size)
         every = np.stack([np.full(count, r + step, np.int32) for r in range(rank.size)])
         mine = every[rank.rank].copy()
-        if op in {"allreduce", "named"}:
+        if op == "barrier":
+            run(rank, "barrier")
+        elif op in {"allreduce", "named"}:
             name = f"n{step % 9}-{step // 9 % 2}" if op == "named" else None
             if name is not None:
                 finish(rank, pending)

@@ -145,7 +145,11 @@ int hr_leader_report(struct hr_leader *leader) {
     const int carried = leader->is_root ? HR_STILL : hr_leader_put_carried(leader, out);
     HR_TRY(carried);
     HR_TRY(carried == HR_MOVED ? HORO_OK : hr_agree_collect(&leader->agree, out));
-    HR_TRY(leader->is_root ? hr_leader_hand_down(leader, mark) : HORO_OK);
+    if (leader->is_root) {
+        HR_TRY(hr_leader_hand_down(leader, mark));
+    } else {
+        hr_carry_clear(&leader->carry);
+    }
     return HR_MOVED;
 }
 

@@ -84,9 +84,10 @@ void hr_round_reopen(const struct hr_round *round);
 
 /*
  * The data that members have carried with their announcements of one tensor, to be reduced when all have. It holds for
- * one round of agreement: a record of the log, whatever it says, ends it, and then the data has done its part or is not
- * needed. To carry costs bytes, and never decides anything: where any member announces without data, or several
- * operations are under way, a batch does what it always does.
+ * one round of agreement: a record of the log, whatever it says, ends it, and so does a report to the parent. Then the
+ * data has done its part or is not needed, and the next ordered call may have the same id. To carry costs bytes, and
+ * never decides anything: where any member announces without data, or several operations are under way, a batch does
+ * what it always does.
  */
 struct hr_carry {
     int members;
@@ -105,7 +106,7 @@ void hr_carry_add(struct hr_carry *carry, int member, uint32_t id, const void *d
  * root it is the result. HORO_ERR_INTERNAL for data that is not the request's.
  */
 int hr_carry_reduce(const struct hr_carry *carry, const struct hr_team *team, const struct hr_request *request);
-/* A record has come or been made. */
+/* A record has come or been made, or a report. */
 void hr_carry_clear(struct hr_carry *carry);
 void hr_carry_fini(struct hr_carry *carry);
 
