@@ -6,7 +6,7 @@ import re
 # Those of native/python are Python's, which takes no constants.
 _KNOWN_VARIABLES = re.compile(
     r"_cffi_\w+|__cpu_\w+|completed\.\d+|__dso_handle|__TMC_END__|_edata|_end|__bss_start|__data_start"
-    r"|(?:slot|caller|gradient|ready)_\w+"
+    r"|(?:slot|caller|gradient|ready|numbers)_\w+"
 )
 _LIBRARIES = re.compile(r"libc\.so\.\d+|libpthread\.so\.\d+|libdl\.so\.\d+|ld-linux[\w-]*\.so\.\d+|libm\.so\.\d+")
 
