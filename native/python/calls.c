@@ -73,12 +73,13 @@ static void abandon(Caller *caller, Slot *slot, PyObject *memory) {
 
 /* Gives this call an automatic name, unless the slot has a name; whether it went well. */
 static int give_name(Caller *caller, Slot *slot) {
-    if (slot->numbers != NULL && caller->is_joining) { /* the number would be one of before the join */
+    if (slot->numbers == NULL) {
+        return 1;
+    }
+    if (caller->is_joining) { /* the number would be one of before the join */
         return call(slot, caller_names.label, NULL);
     }
-    if (slot->numbers != NULL) {
-        snprintf((char *)slot->request->name + slot->number_at, NUMBER_ROOM, "%lld", slot->numbers->next++);
-    }
+    snprintf((char *)slot->request->name + slot->number_at, NUMBER_ROOM, "%lld", slot->numbers->next++);
     return 1;
 }
 

@@ -36,10 +36,10 @@ typedef struct {
     PyObject *key;         /* of the form of call; a tuple has items of the very types that it was made with */
     horo_request *request; /* with its tensor, in memory of the Python object that this one is a part of */
     int64_t *handle;
-    Numbers *numbers;         /* NULL: it has a name. Each call has one that ends with a number: */
-    Py_ssize_t number_at;     /* in the name */
-    char is_taken; /* a call uses it */
-    char is_ready; /* knows the tensors of the next call: */
+    Numbers *numbers;     /* of names, each of one call; NULL: all calls have one name */
+    Py_ssize_t number_at; /* where the number is in a name */
+    char is_taken;        /* a call uses it */
+    char is_ready;        /* knows the tensors of the next call: */
     dlpack_dtype dtype;
     int32_t out_ndim;
     int64_t bytes, out_bytes, out_shape[OUT_DIMS_MAX];

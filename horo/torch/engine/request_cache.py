@@ -137,14 +137,14 @@ class CachedRequest(Slot):
         self._name: str | None = None  # without an automatic one
         self.taken_name: str | None = None
         """Key of its name in ``Runtime.taken_names``; None for an automatic name."""
+        numbers, written = None, f"{spec.kind}{AUTOMATIC}"
         if spec.name is None:
-            self.buffer.set_name(f"{spec.kind}{AUTOMATIC}")
-            self.bind(*self.buffer.places(), names.numbers(spec.kind, spec.team), len(spec.kind + AUTOMATIC))
+            numbers = names.numbers(spec.kind, spec.team)
         else:
-            self._name = names.name(spec.kind, spec.name, spec.team)
-            self.taken_name = taken_name(spec.team, self._name)
-            self.buffer.set_name(self._name)
-            self.bind(*self.buffer.places(), None, 0)
+            self._name = written = names.name(spec.kind, spec.name, spec.team)
+            self.taken_name = taken_name(spec.team, written)
+        self.buffer.set_name(written)
+        self.bind(*self.buffer.places(), numbers, len(written))
 
     @property
     def wire_name(self) -> str:

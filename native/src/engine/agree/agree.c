@@ -234,8 +234,8 @@ int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out) {
         struct hr_wire_rows rows = {0};
         HR_TRY(entry->failure != 0 ? HORO_OK : hr_agree_merge_rows(agree, entry, &rows));
         HR_TRY(in_full ? put_request(out, entry, rows)
-                                    : hr_frame_put(out, &(struct hr_wire_message){
-                                                            .type = HR_WIRE_ROWS, .id = entry->id, .rows = rows}));
+                       : hr_frame_put(out, &(struct hr_wire_message){
+                                               .type = HR_WIRE_ROWS, .id = entry->id, .rows = rows}));
     }
     return hr_frame_put_ids(out, ids, &id_count);
 }

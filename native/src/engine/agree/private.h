@@ -59,6 +59,7 @@ static inline size_t hr_agree_words(const struct hr_agree *agree) {
 static inline const struct hr_agree_copy *hr_agree_request(const struct hr_agree_entry *entry) {
     return entry->current.bytes != NULL ? &entry->current : &entry->known;
 }
+
 /* text.c: one sentence on how two requests of the same name differ. */
 void hr_agree_mismatch_text(const struct hr_agree_config *config, const struct hr_agree_entry *entry,
                             const struct hr_agree_copy *one, const struct hr_agree_copy *two, char *out,
