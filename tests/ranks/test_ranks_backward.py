@@ -1,6 +1,8 @@
 """Gradients are averaged when ``backward()`` returns: what it costs, who waits for whom, and what goes wrong how."""
 
+import contextlib
 import copy
+import threading
 import warnings
 from typing import Any
 
@@ -25,6 +27,7 @@ from small_model import (
 from torch.utils.checkpoint import checkpoint
 
 import horo.torch as hvd
+from horo.errors import UsageError
 from horo.torch.engine import runtime
 
 
@@ -130,6 +133,32 @@ def test_a_nested_backward_exchanges_nothing_before_the_outermost_ends() -> None
         optimizer.zero_grad()
     torch.autograd.grad(make_loss(model, hvd.rank()), list(model.parameters()), create_graph=True)
     assert _requests() == before + 4
+
+
+@on("ranks2_in_backward")
+def test_two_threads_in_backward_of_one_optimizer_are_refused() -> None:
+    model, optimizer = made()
+    refused: list[str] = []
+
+    def other() -> None:
+        with pytest.raises(UsageError) as error:
+            make_loss(model, hvd.rank(), 1).backward()
+        refused.append(str(error.value))
+
+    def meanwhile(_: torch.Tensor) -> None:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    hidden = model[:2](make_batch(hvd.rank()))
+    hidden.register_hook(meanwhile)
+    with contextlib.suppress(UsageError):  # where it travels already, the gradient that the other thread has changed
+        model[2](hidden).square().mean().backward()
+    assert len(refused) == 1
+    assert "two threads call backward() at the same time" in refused[0]
+    optimizer.zero_grad()
+    backward_averages(model, 1)
+    optimizer.step()
 
 
 @on("ranks2_in_backward")

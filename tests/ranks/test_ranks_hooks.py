@@ -259,7 +259,7 @@ def test_training_goes_on_wherever_a_signal_handler_ends_a_hook(ranks2_always: R
 
         def handler() -> None:
             nonlocal is_over
-            is_over = any(frame.name == "_run_ended" for frame in traceback.extract_stack())
+            is_over = any(frame.name == "run_ended" for frame in traceback.extract_stack())
             if not is_over:
                 raise _Interrupt
 

@@ -14,7 +14,7 @@ from horo.torch.engine import runtime
 from horo.torch.engine.request import Request
 from horo.torch.ops.allreduce import Sum
 from horo.torch.optimizer.advice import Advice
-from horo.torch.optimizer.backward_hooks import call_at_end, is_nested
+from horo.torch.optimizer.backward_hooks import call_at_end, is_nested, runs_elsewhere
 from horo.torch.optimizer.gradient_reducer import GradientReducer
 from horo.torch.optimizer.membership import HOOK_LOCK, Membership
 from horo.torch.optimizer.parameter_state import ParameterState
@@ -176,19 +176,26 @@ class BackwardReducer(GradientReducer):
 
         Raises:
             NotInitializedError: There is no job.
-            UsageError: Compiled autograd runs the backward, which has no call at its end.
+            UsageError: Compiled autograd runs the backward, which has no call at its end; or another thread is in a
+                backward for parameters of the same optimizer.
         """
         if is_autograd_compiled():
             raise UsageError(
                 "torch's compiled autograd runs this backward(), and it does not tell when a backward ends; leave "
                 f"compiled autograd out, or {self.membership.advice.no_end}"
             )
+        nested = is_nested()
+        if not nested and state.parameter.is_cpu and runs_elsewhere(self):
+            raise UsageError(
+                f"{self.membership.owner}: two threads call backward() at the same time, so their gradients are added "
+                "up in the middle of the reduction; let one thread call it after the other, or give each a model and "
+                "an optimizer of its own"
+            )
         runtime.current()  # raises before a backward is noted as in progress
         self.membership.follow_runtime()
         self.membership.keep_step_hooks()
         self.submitter.progress.begin()
         self.membership.begin_step()
-        nested = is_nested()
         if self._first_run is not None and run > self._first_run and not nested:
             self._go_on_after_broken(state)
         if self._first_run is None or run < self._first_run:

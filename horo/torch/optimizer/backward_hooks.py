@@ -8,6 +8,7 @@ the same gradients.
 from __future__ import annotations
 
 import inspect
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -21,7 +22,7 @@ from horo.torch.optimizer.parameter_state import BUCKET_BYTES, ParameterState
 from horo.torch.optimizer.shared_gradients import current_run
 from horo.torch.optimizer.together import Reduces, reduce_together
 
-__all__ = ["HoldsGradients", "ReadyGradients", "ReducesAtEnd", "call_at_end", "is_nested"]
+__all__ = ["HoldsGradients", "ReadyGradients", "ReducesAtEnd", "call_at_end", "is_nested", "runs_elsewhere"]
 
 _ENTRIES = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 _FUNCTION_BACKWARD = torch_private.code_of_function_backward()
@@ -85,8 +86,25 @@ class ReducesAtEnd(Reduces, Protocol):
         """Called at the end of the outermost backward; whether gradients are due."""
 
 
-_runs: dict[int, weakref.WeakSet[ReducesAtEnd]] = {}
-"""The reducers that each run of autograd concerns, by its number, until its end. No run gets the number of another."""
+class _End:
+    """The end of a run of autograd. The run alone refers to it, also where an exception ends that."""
+
+    def __init__(self) -> None:
+        self.reducers: weakref.WeakSet[ReducesAtEnd] = weakref.WeakSet()
+        """Those that the run concerns."""
+        self.thread = threading.get_ident()
+        """The thread of the first hook. It is the one that called ``backward()``, but for a parameter on a GPU."""
+
+    def run_ended(self) -> None:
+        """Called by autograd."""
+        node = torch_private.outer_node()
+        if node is None or not _call_after(node, self.reducers):
+            due = sorted(self.reducers, key=lambda reducer: reducer.membership.order)
+            reduce_together([reducer for reducer in due if reducer.end_pass()])
+
+
+_ends: weakref.WeakValueDictionary[int, _End] = weakref.WeakValueDictionary()
+"""By the number of the run, which no other run gets."""
 
 
 def is_nested() -> bool:
@@ -104,6 +122,11 @@ def is_nested() -> bool:
     return False
 
 
+def runs_elsewhere(reducer: ReducesAtEnd) -> bool:
+    """Whether another thread is in a backward for gradients of ``reducer``. It is called in a hook."""
+    return any(end.thread != threading.get_ident() and reducer in end.reducers for end in list(_ends.values()))
+
+
 def call_at_end(reducer: ReducesAtEnd) -> None:
     """Reduces the gradients of ``reducer`` at the end of the outermost backward in progress.
 
@@ -111,19 +134,11 @@ def call_at_end(reducer: ReducesAtEnd) -> None:
     """
     run = current_run()
     with HOOK_LOCK:
-        reducers = _runs.get(run)
-        if reducers is None:
-            reducers = _runs[run] = weakref.WeakSet()
-            torch_private.queue_at_end(lambda: _run_ended(run))
-        reducers.add(reducer)
-
-
-def _run_ended(run: int) -> None:
-    reducers = _runs.pop(run)
-    node = torch_private.outer_node()
-    if node is None or not _call_after(node, reducers):
-        due = [reducer for reducer in sorted(reducers, key=lambda item: item.membership.order) if reducer.end_pass()]
-        reduce_together(due)
+        end = _ends.get(run)
+        if end is None:
+            end = _ends[run] = _End()
+            torch_private.queue_at_end(end.run_ended)
+        end.reducers.add(reducer)
 
 
 def _call_after(node: Any, reducers: Iterable[ReducesAtEnd]) -> bool:
