@@ -22,7 +22,7 @@ from trees import check_built
 
 SCRIPT = Path(__file__).resolve().parent / "gradient_calls_rank.py"
 LIMIT_S = 300
-SETS = {"resnet50": "161 of ResNet-50", "small": "1000 of 1 KiB"}
+SETS = {"resnet50": "161 of ResNet-50", "161": "161 of 1 KiB", "1000": "1000 of 1 KiB"}
 FORM = "{:<18} {:<8} {:<6} {:>8} {:>6} {:>8}"
 
 

@@ -20,7 +20,7 @@ from workloads.gradients import shapes_of
 import horo.torch as hvd
 
 WARM_STEPS = 12  # the first ones compare ranks
-SMALL, SMALL_COUNT = 256, 1000
+SMALL = 256
 
 
 class Root(torch.autograd.Function):
@@ -91,7 +91,7 @@ def main() -> None:
     kind, steps = sys.argv[1], int(sys.argv[2])
     hvd.init()
     torch.set_num_threads(1)
-    shapes = shapes_of(kind) if kind != "small" else [torch.Size([SMALL])] * SMALL_COUNT
+    shapes = [torch.Size([SMALL])] * int(kind) if kind.isdecimal() else shapes_of(kind)
     plain, values = ([torch.nn.Parameter(torch.zeros(shape)) for shape in shapes] for _ in range(2))
     named = [(str(index), value) for index, value in enumerate(values)]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(values, lr=0.0), named_parameters=named)
