@@ -91,7 +91,7 @@ class _End:
 
     def __init__(self) -> None:
         self.reducers: weakref.WeakSet[ReducesAtEnd] = weakref.WeakSet()
-        """Those that the run concerns."""
+        """The reducers that the run concerns."""
         self.thread = threading.get_ident()
         """The thread of the first hook. It is the one that called ``backward()``, but for a parameter on a GPU."""
 
