@@ -26,8 +26,6 @@
 #include "base/system.h"
 #include "engine/drive/drive.h"
 
-/* ---- The loop ---- */
-
 /*
  * Driving: the parts are turned one after another, and again as long as any of them moves; then comes one
  * wait, which goes on turning them, and ends when one has moved. No predicate says what a turn would do.
@@ -54,6 +52,8 @@
 enum {
     TURNS_PER_CLOCK = 16, /* while things move, the deadline is looked at once in so many turns */
     THREAD_SPIN_DIVISOR = 20, /* the background thread shares its core with the training: it spins less than a caller */
+    STREAM_NS = 1000000, /* a call within so long after another continues a stream of calls */
+    TIMER_SLACK_NS = 1000, /* 50000 otherwise: too coarse for MPI's looks (hr_transport_poll_within_ns) */
 };
 
 /* ---- Parts ---- */
@@ -131,7 +131,7 @@ static int turn(struct hr_node *node, void *arg) {
     return moved != HR_STILL;
 }
 
-/* ---- Waiting for others ---- */
+/* ---- The wait ---- */
 
 /*
  * Others are waited for from now_ns on, if something is under way that a peer may hold up. 0: no longer, if nothing is;
@@ -175,8 +175,6 @@ static int64_t supervise_links(struct hr_part *part, int64_t now_ns) {
 
 static const struct hr_part_ops LINKS = {.rank = HR_PART_LINKS, .due = supervise_links, .await = await_on_links};
 
-/* ---- The wait ---- */
-
 /* A wait begins: the time when it must end by itself, which is not behind deadline_ns; 0: none. */
 static int64_t begin_wait(struct hr_drive *drive, int64_t deadline_ns, int64_t now_ns) {
     await_others(drive, now_ns);
@@ -194,17 +192,6 @@ static int64_t begin_wait(struct hr_drive *drive, int64_t deadline_ns, int64_t n
     return until_ns == HR_NEVER ? 0 : until_ns;
 }
 
-/* 1: something has moved, or is due; 0: the caller should get back, for its time is up, or a signal came. */
-static int wait_for_move(struct hr_drive *drive, int64_t spin_ns, int64_t deadline_ns) {
-    /* one look at the clock serves all: it costs as much as a small operation can do in between */
-    const int64_t now_ns = hr_now_ns();
-    const int64_t until_ns = begin_wait(drive, deadline_ns, now_ns);
-    const int status = hr_node_wait(drive->node, turn, drive, now_ns, spin_ns, until_ns);
-    return status != HORO_IN_PROGRESS || deadline_ns == 0 || (hr_now_ns() < deadline_ns && hr_now_ns() >= until_ns);
-}
-
-/* ---- The loop ---- */
-
 static int may_return(const struct hr_drive *drive, const _Atomic int *word, int value) {
     if (word != NULL) {
         return atomic_load(word) != value;
@@ -215,17 +202,6 @@ static int may_return(const struct hr_drive *drive, const _Atomic int *word, int
                atomic_load(&drive->pending) == 0;
     }
     return !atomic_load(&drive->serves_hosts) && !is_needed(drive);
-}
-
-/*
- * Whether a caller may take over from the thread, now that nothing moves: where it serves other hosts. What makes the
- * thread drive must be over, or it would do so again at once, without the sleep that notices a death.
- */
-static int may_yield(const struct hr_drive *drive) {
-    if (drive->stage != HR_STAGE_RUNNING || !atomic_load(&drive->serves_hosts) || atomic_load(&drive->stop)) {
-        return 0;
-    }
-    return atomic_load(&drive->wanted) ? !drive->parts->ops->needs(drive->parts) : !is_needed(drive);
 }
 
 /*
@@ -240,28 +216,35 @@ static int run_loop(struct hr_drive *drive, const _Atomic int *word, int value, 
             if (turns % TURNS_PER_CLOCK == 0 && deadline_ns != 0 && hr_now_ns() >= deadline_ns) {
                 return 0;
             }
-        } else if (word == NULL && may_yield(drive)) { /* the thread prepares to wait while callers may drive */
-            const int64_t now_ns = hr_now_ns();
+            continue;
+        }
+        /* one look at the clock serves all: it costs as much as a small operation can do in between */
+        const int64_t now_ns = hr_now_ns();
+        /*
+         * The thread prepares to wait while callers may drive. What makes it drive must be over, or it would do so
+         * again at once, without the sleep that notices a death.
+         */
+        const int yields =
+            word == NULL && drive->stage == HR_STAGE_RUNNING && atomic_load(&drive->serves_hosts) &&
+            !atomic_load(&drive->stop) &&
+            (atomic_load(&drive->wanted) ? !drive->parts->ops->needs(drive->parts) : !is_needed(drive));
+        if (yields) {
             await_others(drive, 0);
-            const int64_t until_ns = begin_wait(drive, 0, now_ns); /* as a leader, whose own program computes */
+        }
+        const int64_t until_ns = begin_wait(drive, deadline_ns, now_ns);
+        if (yields) { /* as a leader, whose own program computes */
             if ((until_ns == 0 || now_ns < until_ns) &&
                 !hr_node_prepare_sleep(drive->node, turn, drive, &drive->sleep, until_ns)) {
                 return 1;
             }
-        } else if (!wait_for_move(drive, spin_ns, deadline_ns)) {
-            return 0;
+        } else if (hr_node_wait(drive->node, turn, drive, now_ns, spin_ns, until_ns) == HORO_IN_PROGRESS &&
+                   deadline_ns != 0 && (hr_now_ns() >= deadline_ns || hr_now_ns() < until_ns)) {
+            return 0; /* the time of the caller is up, or a signal came */
         }
     }
     await_others(drive, 0);
     return 0;
 }
-
-/* ---- The token ---- */
-
-/* A call within so long after another continues a stream of calls. */
-#define STREAM_NS 1000000ll
-
-#define TIMER_SLACK_NS 1000ul /* 50000 otherwise: too coarse for MPI's looks (hr_transport_poll_within_ns) */
 
 /* ---- Callers, with the lock held ---- */
 
@@ -363,19 +346,6 @@ static void run(struct hr_drive *drive) {
     drive->is_kicked |= !watches && is_needed(drive); /* since its last look */
 }
 
-/* On calls alone, of which there were so many before the last look. */
-static void rest(struct hr_drive *drive, uint32_t calls) {
-    const int64_t left_ns = drive->since_ns + STREAM_NS - hr_now_ns();
-    drive->looks_soon = atomic_load(&drive->serves_hosts) && (left_ns > 0 || drive->owner == HR_TOKEN_FREE);
-    struct hr_sleep *sleep = &drive->sleep;
-    sleep->word = &drive->node->arena.blocks[drive->node->local_rank].calls;
-    sleep->value = calls;
-    sleep->deadline_ns = 0;
-    sleep->look_ns = !drive->looks_soon ? -1 : left_ns > 0 ? left_ns : 0;
-    (void)park(drive);
-    drive->looks_soon = 0;
-}
-
 /* Whether it is to take the token: when it has been kicked or called, or the token has been free for a while. */
 static int may_drive(struct hr_drive *drive) {
     const int was_kicked = drive->is_kicked;
@@ -395,25 +365,33 @@ static int may_drive(struct hr_drive *drive) {
 static void *thread_main(void *arg) {
     struct hr_drive *drive = arg;
     struct hr_node *node = drive->node;
-    (void)prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS); /* of this thread; it is horo's own */
+    struct hr_sleep *sleep = &drive->sleep;
+    (void)prctl(PR_SET_TIMERSLACK, (unsigned long)TIMER_SLACK_NS); /* of this thread; it is horo's own */
     hr_drive_lock(drive);
     while (!atomic_load(&drive->stop)) {
-        if (drive->owner != HR_TOKEN_WATCH) {
-            const uint32_t calls = hr_node_calls(node); /* a later one ends the sleep */
-            hr_node_pass_questions(node);
-            if (may_drive(drive)) {
-                run(drive);
-            } else {
-                rest(drive, calls);
+        if (drive->owner == HR_TOKEN_WATCH) {
+            const int has_come = park(drive); /* on all that may come, but leaves the token to a caller that comes */
+            if (drive->owner == HR_TOKEN_WATCH) {
+                hr_node_end_sleep(node, has_come ? sleep : NULL); /* else that is the next driver's */
+                drive->owner = HR_TOKEN_FREE;
+                drive->since_ns = 0; /* it has been so for long enough */
             }
             continue;
         }
-        const int has_come = park(drive); /* on all that may come, but leaves the token to a caller that comes */
-        if (drive->owner == HR_TOKEN_WATCH) {
-            hr_node_end_sleep(node, has_come ? &drive->sleep : NULL); /* else that is the next driver's */
-            drive->owner = HR_TOKEN_FREE;
-            drive->since_ns = 0; /* it has been so for long enough */
+        const uint32_t calls = hr_node_calls(node); /* a later one ends the sleep */
+        hr_node_pass_questions(node);
+        if (may_drive(drive)) {
+            run(drive);
+            continue;
         }
+        const int64_t left_ns = drive->since_ns + STREAM_NS - hr_now_ns();
+        drive->looks_soon = atomic_load(&drive->serves_hosts) && (left_ns > 0 || drive->owner == HR_TOKEN_FREE);
+        sleep->word = &node->arena.blocks[node->local_rank].calls;
+        sleep->value = calls;
+        sleep->deadline_ns = 0;
+        sleep->look_ns = !drive->looks_soon ? -1 : left_ns > 0 ? left_ns : 0;
+        (void)park(drive);
+        drive->looks_soon = 0;
     }
     while (drive->owner == HR_TOKEN_CALLER) { /* a call that still waits */
         hr_drive_wait(drive, INT64_MAX);
