@@ -66,10 +66,9 @@ static int check_tensor(const horo_request *call, const horo_tensor *tensor, str
     }
     if (tensor->wire_dtype != 0 &&
         (!hr_op_is(call->op, HR_OP_REDUCTION) || !hr_dtype_narrows(tensor->dtype, tensor->wire_dtype))) {
-        return hr_fail(
-            error, HORO_ERR_UNSUPPORTED,
-            "%s '%s': %s cannot travel as %s; only a reduction of float32 or float64 can, as float16 or bfloat16", op,
-            call->name, hr_dtype_name(tensor->dtype), hr_dtype_name(tensor->wire_dtype));
+        return hr_fail(error, HORO_ERR_UNSUPPORTED, "%s '%s': %s cannot travel as %s; only a reduction of float32 or "
+                       "float64 can, as float16 or bfloat16", op, call->name, hr_dtype_name(tensor->dtype),
+                       hr_dtype_name(tensor->wire_dtype));
     }
     if ((tensor->dtype == HORO_BOOL || call->reduce_op >= HORO_BAND) &&
         (call->prescale != 1.0 || call->postscale != 1.0)) {
@@ -150,14 +149,9 @@ static hr_status copy_call(const horo_request *call, size_t byte_count, size_t r
     int64_t *shape = (int64_t *)(void *)(tensors + count);
     char *name = (char *)(shape + dims);
     *request = (struct hr_request){
-        .call = *call,
-        .owners = 1,
-        .name_bytes = name_bytes,
-        .name_hash = hr_hash(call->name, name_bytes),
-        .submit_ns = hr_now_ns(),
-        .bytes = (uint8_t *)name + name_room,
-        .byte_count = byte_count,
-        .answer = -1,
+        .call = *call, .owners = 1, .answer = -1, .submit_ns = hr_now_ns(),
+        .name_bytes = name_bytes, .name_hash = hr_hash(call->name, name_bytes),
+        .bytes = (uint8_t *)name + name_room, .byte_count = byte_count,
     };
     for (size_t i = 0; i < count; i++) {
         tensors[i] = call->tensors[i];
@@ -209,9 +203,7 @@ hr_status hr_request_create(const horo_request *given, struct hr_request **reque
     }
     struct hr_request *copy = NULL;
     int status = copy_call(call, byte_count, row_bytes, &copy);
-    if (status == HORO_OK) {
-        status = encode(copy);
-    }
+    status = status == HORO_OK ? encode(copy) : status;
     if (status == HORO_OK && hr_op_is(call->op, HR_OP_TELLING_ROWS)) {
         copy->gathered = calloc((size_t)call->tensor_count, sizeof *copy->gathered);
         status = copy->gathered == NULL ? HORO_ERR_RESOURCE : HORO_OK;
@@ -259,8 +251,6 @@ void hr_request_destroy(struct hr_request *request) {
     hr_cargo_drop(&request->cargo); /* first: until then a thread of the GPU's driver may look at the request */
     free(request);
 }
-
-/* ---- The same call again ---- */
 
 int hr_request_is_like(const struct hr_request *request, const horo_request *call) {
     const horo_request *own = &request->call;
@@ -409,10 +399,17 @@ struct hr_request *hr_requests_take_queue(struct hr_requests *requests) {
     return head;
 }
 
-/* Of its process set, and by its name there. */
-static void remove_name(struct hr_requests *requests, const struct hr_request *request) {
+void hr_port_remove(struct hr_requests *requests, const struct hr_request *request) {
+    struct hr_arena_block *block = &requests->node->arena.blocks[requests->node->local_rank];
     struct hr_port *port = request->port;
     struct hr_request *next = request->behind;
+    const uint32_t left = atomic_fetch_sub(&requests->drive->pending, 1) - 1;
+    atomic_store_explicit(&block->pending, left, memory_order_relaxed);
+    *(request->older == NULL ? &requests->oldest : &request->older->newer) = request->newer;
+    *(request->newer == NULL ? &requests->newest : &request->newer->older) = request->older;
+    if (port == NULL) {
+        return;
+    }
     atomic_store_explicit(&port->pending, atomic_load(&port->pending) - 1, memory_order_relaxed);
     if (hr_request_is_call(request)) { /* they end in their order; where all fail, from the newest on */
         port->last_call = port->last_call == request ? NULL : port->last_call;
@@ -431,22 +428,10 @@ static void remove_name(struct hr_requests *requests, const struct hr_request *r
         if (next != NULL) { /* into the place that has just become free */
             (void)hr_map_insert(&port->names, next->name_hash, next->call.name, next->name_bytes, next);
             next->is_behind = 0;
-            const struct hr_node *node = requests->node;
-            atomic_store_explicit(&node->arena.blocks[node->local_rank].behind, 0, memory_order_relaxed);
+            atomic_store_explicit(&block->behind, 0, memory_order_relaxed);
             if (next->state == HR_REQUEST_QUEUED) {
                 hr_requests_queue(requests, next);
             }
         }
     }
-}
-
-void hr_port_remove(struct hr_requests *requests, const struct hr_request *request) {
-    struct hr_arena_block *block = &requests->node->arena.blocks[requests->node->local_rank];
-    if (request->port != NULL) {
-        remove_name(requests, request);
-    }
-    const uint32_t left = atomic_fetch_sub(&requests->drive->pending, 1) - 1;
-    atomic_store_explicit(&block->pending, left, memory_order_relaxed);
-    *(request->older == NULL ? &requests->oldest : &request->older->newer) = request->newer;
-    *(request->newer == NULL ? &requests->newest : &request->newer->older) = request->older;
 }

@@ -36,20 +36,14 @@ static void note_all(struct hr_recorder *recorder, int event, struct hr_request 
                      int status, uint64_t ticks) {
     const int is_traced = hr_recorder_is_traced(recorder);
     for (size_t i = 0; i < count; i++) {
-        if (requests[i]->refused != 0) {
+        const struct hr_request *one = requests[i];
+        if (one->refused != 0) {
             continue; /* it was never submitted */
         }
         hr_recorder_add(recorder, &(struct hr_event){
-                                      .ticks = ticks,
-                                      .event = event,
-                                      .op = requests[i]->call.op,
-                                      .status = status,
-                                      .team = hr_team_number(requests[i]->call.team),
-                                      .number = is_traced ? (int32_t)requests[i]->name_hash : 0,
-                                      .bytes = requests[i]->data_bytes,
-                                      .name = requests[i]->call.name,
-                                      .name_bytes = requests[i]->name_bytes,
-                                  });
+            .ticks = ticks, .event = event, .op = one->call.op, .status = status,
+            .team = hr_team_number(one->call.team), .number = is_traced ? (int32_t)one->name_hash : 0,
+            .bytes = one->data_bytes, .name = one->call.name, .name_bytes = one->name_bytes});
     }
 }
 
@@ -84,15 +78,9 @@ void hr_requests_note_batch(const struct hr_requests *requests, struct hr_reques
     const uint64_t ticks = hr_ticks(); /* one look at the counter for all */
     note_all(recorder, HORO_EVENT_AGREED, batch, count, HORO_OK, ticks);
     hr_recorder_add(recorder, &(struct hr_event){
-                                  .ticks = ticks,
-                                  .event = HORO_EVENT_BEGUN,
-                                  .op = batch[0]->call.op,
-                                  .team = hr_team_number(batch[0]->call.team),
-                                  .number = (int32_t)count,
-                                  .bytes = (int64_t)bytes,
-                                  .name = batch[0]->call.name,
-                                  .name_bytes = batch[0]->name_bytes,
-                              });
+        .ticks = ticks, .event = HORO_EVENT_BEGUN, .op = batch[0]->call.op,
+        .team = hr_team_number(batch[0]->call.team), .number = (int32_t)count, .bytes = (int64_t)bytes,
+        .name = batch[0]->call.name, .name_bytes = batch[0]->name_bytes});
 }
 
 /* ---- Completion ---- */
@@ -141,8 +129,12 @@ void hr_port_drop_refusals(struct hr_port *port, int only_behind) {
 }
 
 /* Behind the cause, which is whole: of the names as many as there is room for. */
-static void append_pending(const struct hr_requests *requests, const struct hr_request *only, char *text,
-                           size_t text_bytes) {
+void hr_requests_describe_end(const struct hr_requests *requests, struct hr_abort end, const struct hr_request *only,
+                              char *text, size_t text_bytes) {
+    hr_end_describe(requests->node, end, text, text_bytes);
+    if (end.code == HORO_ERR_DEADLOCK) {
+        return; /* its words name what is waited for, of all ranks */
+    }
     size_t used = strlen(text);
     size_t count = 0;
     used += (size_t)snprintf(text + used, text_bytes - used, "; pending here: ");
@@ -158,14 +150,6 @@ static void append_pending(const struct hr_requests *requests, const struct hr_r
     }
     if (count > HR_NAMES_IN_TEXT && used < text_bytes) {
         (void)snprintf(text + used, text_bytes - used, " and %zu more", count - HR_NAMES_IN_TEXT);
-    }
-}
-
-void hr_requests_describe_end(const struct hr_requests *requests, struct hr_abort end, const struct hr_request *only,
-                              char *text, size_t text_bytes) {
-    hr_end_describe(requests->node, end, text, text_bytes);
-    if (end.code != HORO_ERR_DEADLOCK) { /* whose words name what is waited for, of all ranks */
-        append_pending(requests, only, text, text_bytes);
     }
 }
 
@@ -253,9 +237,7 @@ hr_status hr_requests_check(const struct hr_requests *requests, struct hr_reques
         return HORO_OK;
     }
     HR_TRY(find_port(requests, request, error));
-    if (hooks != NULL && hooks->check != NULL) {
-        HR_TRY(hooks->check(request, error));
-    }
+    HR_TRY(hooks == NULL || hooks->check == NULL ? HORO_OK : hooks->check(request, error));
     if (!hr_port_is_next(request)) {
         return hr_fail(error, HORO_ERR_DUPLICATE_NAME,
                        "'%s': a tensor of this name is being processed already; wait for it or use another name", name);
@@ -379,49 +361,39 @@ hr_status hr_requests_submit(struct hr_requests *requests, const horo_request *c
 
 enum { REASON_MAX = 700 };
 
-/* 1: it is announced; 0: nobody waits for it, or a request of the name is under way here. */
-static int add_refusal(struct hr_requests *requests, struct hr_request *refusal) {
-    struct hr_port *port = NULL;
-    if (hr_port_find(requests, refusal->call.team, refusal->call.name, &port, NULL) != HORO_OK || port == NULL ||
-        port->state != HR_PORT_OPEN || atomic_load(&requests->drive->stop)) {
-        return 0;
-    }
-    refusal->port = port;
-    if (!hr_port_is_next(refusal)) {
-        return 0;
-    }
-    HR_TRY(hr_port_add(requests, refusal));
-    hr_requests_queue(requests, refusal);
-    hr_drive_kick(requests->drive);
-    return 1;
-}
-
 int hr_requests_refuse(struct hr_requests *requests, int32_t team, const char *name, int32_t status,
                        const char *reason) {
     const struct hr_node *node = requests->node;
     if (status != HORO_ERR_USAGE && status != HORO_ERR_UNSUPPORTED && status != HORO_ERR_RESOURCE) {
         return HORO_ERR_USAGE;
     }
-    if (hr_end_find(node).code != HORO_OK || (name != NULL && strcmp(name, HR_JOIN_NAME) == 0)) {
+    struct hr_port *port = NULL;
+    if (hr_end_find(node).code != HORO_OK || (name != NULL && strcmp(name, HR_JOIN_NAME) == 0) ||
+        hr_port_find(requests, team, name, &port, NULL) != HORO_OK || port == NULL || port->state != HR_PORT_OPEN ||
+        atomic_load(&requests->drive->stop)) {
         return 0;
     }
     /* The form of a request without tensors, of which there is nothing to refuse. */
-    const horo_request call = {.name = name,
-                               .op = HORO_BARRIER,
-                               .flags = name == NULL ? HORO_SUBMIT_ORDERED : 0,
-                               .prescale = 1.0,
-                               .postscale = 1.0,
-                               .team = team};
+    const horo_request call = {.name = name, .op = HORO_BARRIER, .flags = name == NULL ? HORO_SUBMIT_ORDERED : 0,
+                               .prescale = 1.0, .postscale = 1.0, .team = team};
     struct hr_request *refusal = NULL;
     HR_TRY(hr_request_create(&call, &refusal, NULL));
     char text[HORO_MESSAGE_MAX];
     (void)snprintf(text, sizeof text, "rank %d (%.200s) has refused it: %.*s", node->rank,
                    node->host_name_of_rank[node->rank], REASON_MAX, reason);
+    refusal->port = port;
     refusal->refused = status;
     refusal->error_text = strdup(text);
-    const int outcome = refusal->error_text == NULL ? HORO_ERR_RESOURCE : add_refusal(requests, refusal);
-    if (outcome != 1) {
-        hr_request_destroy(refusal);
+    const int is_next = hr_port_is_next(refusal); /* else a request of the name is under way here */
+    int outcome = refusal->error_text == NULL ? HORO_ERR_RESOURCE : HORO_OK;
+    if (is_next && outcome == HORO_OK) {
+        outcome = hr_port_add(requests, refusal);
     }
-    return outcome;
+    if (!is_next || outcome != HORO_OK) {
+        hr_request_destroy(refusal);
+        return outcome;
+    }
+    hr_requests_queue(requests, refusal);
+    hr_drive_kick(requests->drive);
+    return 1;
 }

@@ -39,10 +39,8 @@ int32_t hr_requests_callers(struct hr_requests *requests, uint64_t *threads, int
 /* ---- Handles ---- */
 
 struct hr_request *hr_requests_find(const struct hr_requests *requests, int64_t handle) {
-    if (requests->handle_capacity == 0) {
-        return NULL;
-    }
-    struct hr_request *request = requests->handles[(size_t)handle & (requests->handle_capacity - 1)];
+    const size_t place = (size_t)handle & (requests->handle_capacity - 1);
+    struct hr_request *request = requests->handle_capacity == 0 ? NULL : requests->handles[place];
     return request != NULL && request->handle == handle ? request : NULL;
 }
 
@@ -78,16 +76,15 @@ static int wait_for_request(struct hr_requests *requests, const struct hr_reques
     return status;
 }
 
-/* With the lock held. */
-static hr_status write_unknown(int64_t handle, char *text, size_t text_bytes) {
-    (void)snprintf(text, text_bytes, "Handle %lld was not created or has been cleared.", (long long)handle);
-    return HORO_ERR_HANDLE;
-}
-
-static void write_error(const struct hr_request *request, char *text, size_t text_bytes) {
-    const int done = atomic_load(&request->status) != HORO_IN_PROGRESS;
-    (void)snprintf(text, text_bytes, "%s",
-                   done && request->error_text != NULL ? request->error_text : "the operation is still running");
+/* With the lock held: of the request of a handle. HORO_OK, or HORO_ERR_HANDLE where there is none (NULL). */
+static hr_status write_error(const struct hr_request *request, int64_t handle, char *text, size_t text_bytes) {
+    if (request == NULL) {
+        (void)snprintf(text, text_bytes, "Handle %lld was not created or has been cleared.", (long long)handle);
+        return HORO_ERR_HANDLE;
+    }
+    const int has_text = atomic_load(&request->status) != HORO_IN_PROGRESS && request->error_text != NULL;
+    (void)snprintf(text, text_bytes, "%s", has_text ? request->error_text : "the operation is still running");
+    return HORO_OK;
 }
 
 /* With the lock held: the table of handles owns it no longer. */
@@ -96,16 +93,6 @@ static void forget_handle(struct hr_requests *requests, struct hr_request *reque
     requests->handle_count--;
     request->handle = 0;
     request->owners--;
-}
-
-/* With the lock held, for one that has ended well: what does not fit lies in memory that the core has allocated. */
-static int releases(const struct hr_request *request, enum hr_wait_end end) {
-    int fits = 1;
-    for (int i = 0; request->gathered != NULL && i < request->call.tensor_count; i++) {
-        fits &= request->gathered[i].is_given;
-    }
-    return end == HR_WAIT_RELEASES ||
-           (end == HR_WAIT_RELEASES_WHAT_FITS && (fits || (request->call.flags & HORO_SUBMIT_OFFER) == 0));
 }
 
 /* With the lock held, which it lets go: a call ends, for which `unowned` is left (NULL: nothing is). */
@@ -143,7 +130,7 @@ int hr_requests_wait(struct hr_requests *requests, int64_t *handle, int32_t time
     struct hr_request *request = hr_requests_find(requests, *handle);
     if (request == NULL) {
         hr_drive_unlock(requests->drive);
-        return write_unknown(*handle, text, text_bytes);
+        return write_error(NULL, *handle, text, text_bytes);
     }
     hr_requests_note_caller(requests);
     requests->calls++;
@@ -154,9 +141,13 @@ int hr_requests_wait(struct hr_requests *requests, int64_t *handle, int32_t time
         status = wait_for_request(requests, request, timeout_ms);
         hr_meter_block(&requests->meter, 0, hr_ticks());
     }
+    int fits = 1; /* else it lies in memory that the core has allocated, which a call that offers its own takes */
+    for (int i = 0; request->gathered != NULL && i < request->call.tensor_count; i++) {
+        fits &= request->gathered[i].is_given || (request->call.flags & HORO_SUBMIT_OFFER) == 0;
+    }
     if (status < 0) {
-        write_error(request, text, text_bytes);
-    } else if (status == HORO_OK && releases(request, end)) {
+        (void)write_error(request, *handle, text, text_bytes);
+    } else if (status == HORO_OK && (end == HR_WAIT_RELEASES || (end == HR_WAIT_RELEASES_WHAT_FITS && fits))) {
         *handle = 0;
         if (request->handle != 0) { /* else another call has released it meanwhile */
             forget_handle(requests, request);
@@ -174,17 +165,6 @@ int hr_requests_wait(struct hr_requests *requests, int64_t *handle, int32_t time
     return status;
 }
 
-/* With the lock held. */
-static int is_any_done(const struct hr_requests *requests, const int64_t *handles, int32_t count) {
-    for (int32_t i = 0; i < count; i++) {
-        const struct hr_request *request = hr_requests_find(requests, handles[i]);
-        if (request == NULL || atomic_load(&request->status) != HORO_IN_PROGRESS) {
-            return 1;
-        }
-    }
-    return 0;
-}
-
 /* The background thread drives meanwhile: a caller would drive for one request, and sleep while another is done. */
 int hr_requests_wait_any(struct hr_requests *requests, const int64_t *handles, int32_t count, int32_t timeout_ms) {
     const int64_t deadline_ns = hr_now_ns() + (int64_t)timeout_ms * 1000000;
@@ -192,8 +172,15 @@ int hr_requests_wait_any(struct hr_requests *requests, const int64_t *handles, i
     hr_requests_note_caller(requests);
     requests->calls++;
     hr_meter_block(&requests->meter, 1, hr_ticks());
-    int done;
-    while (!(done = is_any_done(requests, handles, count)) && hr_now_ns() < deadline_ns) {
+    int done = 0;
+    for (;;) {
+        for (int32_t i = 0; i < count && !done; i++) {
+            const struct hr_request *request = hr_requests_find(requests, handles[i]);
+            done = request == NULL || atomic_load(&request->status) != HORO_IN_PROGRESS;
+        }
+        if (done || hr_now_ns() >= deadline_ns) {
+            break;
+        }
         kick_if_idle(requests);
         hr_drive_wait(requests->drive, deadline_ns);
     }
@@ -203,14 +190,8 @@ int hr_requests_wait_any(struct hr_requests *requests, const int64_t *handles, i
 }
 
 hr_status hr_requests_error(struct hr_requests *requests, int64_t handle, char *text, size_t text_bytes) {
-    int status = HORO_OK;
     hr_drive_lock(requests->drive);
-    const struct hr_request *request = hr_requests_find(requests, handle);
-    if (request == NULL) {
-        status = write_unknown(handle, text, text_bytes);
-    } else {
-        write_error(request, text, text_bytes);
-    }
+    const hr_status status = write_error(hr_requests_find(requests, handle), handle, text, text_bytes);
     hr_drive_unlock(requests->drive);
     return status;
 }
@@ -247,10 +228,8 @@ hr_status hr_requests_release(struct hr_requests *requests, int64_t handle) {
     hr_drive_lock(requests->drive);
     struct hr_request *request = hr_requests_find(requests, handle);
     struct hr_request *unowned = NULL;
-    int status = HORO_ERR_HANDLE;
-    if (request != NULL) {
-        status = atomic_load(&request->status) == HORO_IN_PROGRESS ? HORO_ERR_USAGE : HORO_OK;
-    }
+    const int pends = request != NULL && atomic_load(&request->status) == HORO_IN_PROGRESS;
+    const int status = request == NULL ? HORO_ERR_HANDLE : pends ? HORO_ERR_USAGE : HORO_OK;
     if (status == HORO_OK) {
         forget_handle(requests, request);
         unowned = request->owners == 0 ? request : NULL;
