@@ -35,7 +35,6 @@ int hr_engine_propose_tuning(struct hr_engine *engine, const uint64_t *values, i
     return HORO_OK;
 }
 
-/* The executor's handler of the record TUNE. HORO_OK or HORO_ERR_INTERNAL. */
 static int execute_tune(struct hr_lane *lane, const struct hr_wire_message *record) {
     struct hr_engine *engine = lane->engine;
     struct hr_tuned *tuned = &engine->tuned;
@@ -75,12 +74,9 @@ static int init_tuning(struct hr_engine *engine, const horo_setup *setup, struct
         return HORO_OK;
     }
     const uint64_t first[HORO_KNOB_COUNT] = {
-        [HORO_KNOB_SEGMENT] = own->segment,
-        [HORO_KNOB_PIECE] = own->piece,
-        [HORO_KNOB_SOCKETS] = 1,
+        [HORO_KNOB_SEGMENT] = own->segment, [HORO_KNOB_PIECE] = own->piece, [HORO_KNOB_SOCKETS] = 1,
         [HORO_KNOB_FUSION] = setup->fusion_bytes < HORO_KNOB_LIMIT ? setup->fusion_bytes : HORO_KNOB_LIMIT,
-        [HORO_KNOB_DOUBLING] = own->doubling,
-        [HORO_KNOB_CARRIED] = own->carried,
+        [HORO_KNOB_DOUBLING] = own->doubling, [HORO_KNOB_CARRIED] = own->carried,
         [HORO_KNOB_CYCLE] = (uint64_t)setup->cycle_time_us,
     };
     for (int k = 0; k < HORO_KNOB_COUNT; k++) {
@@ -138,7 +134,6 @@ static const struct hr_part_ops SUBMISSIONS = {.rank = HR_PART_SUBMISSIONS, .tur
 
 /* ---- The rooms of an engine ---- */
 
-/* A leader's handler of MAIL: sends and receives between hosts. */
 static int handle_mail(struct hr_lane *lane, int member, const struct hr_wire_message *wire, int64_t now_ns) {
     (void)now_ns;
     return lane->team->number != 0 ? HORO_ERR_INTERNAL : hr_pairs_take_in(&lane->engine->pairs, member, wire);
@@ -202,19 +197,14 @@ hr_status hr_engine_init(struct hr_engine *engine, struct hr_team *world, const 
     struct hr_node *node = world->node;
     *engine = (struct hr_engine){
         .node = node,
-        .lane_setup =
-            {
-                .engine = engine,
-                .leader.drive = &engine->drive,
-                .leader.handlers = on_message,
-                .leader.fusion_bytes = setup->fusion_bytes,
-                .leader.cycle_ns = (int64_t)setup->cycle_time_us * 1000,
-                .executor_ops = &EXECUTOR_OPS,
-                .requests = &engine->requests,
-                .lane_count = &engine->lane_count,
-                .cache_capacity = setup->cache_capacity < 0 ? 0 : (uint32_t)setup->cache_capacity,
-                .may_count = setup->cycle_time_us == 0 && setup->spin_us > 0,
-            },
+        .lane_setup = {
+            .engine = engine, .executor_ops = &EXECUTOR_OPS, .requests = &engine->requests,
+            .leader = {.drive = &engine->drive, .handlers = on_message, .fusion_bytes = setup->fusion_bytes,
+                       .cycle_ns = (int64_t)setup->cycle_time_us * 1000},
+            .lane_count = &engine->lane_count,
+            .cache_capacity = setup->cache_capacity < 0 ? 0 : (uint32_t)setup->cache_capacity,
+            .may_count = setup->cycle_time_us == 0 && setup->spin_us > 0,
+        },
     };
     hr_status status = hr_drive_init(&engine->drive, node, (int64_t)setup->spin_us * 1000, error);
     if (status != HORO_OK) {
@@ -238,8 +228,7 @@ void hr_engine_close_fds(struct hr_engine *engine) {
         hr_team_close_links(engine->lanes[i]->team);
     }
     for (size_t i = 0; i < engine->requests.handle_capacity; i++) {
-        const struct hr_request *request = engine->requests.handles[i];
-        const struct hr_lane *added = hr_sets_lane_of(request);
+        const struct hr_lane *added = hr_sets_lane_of(engine->requests.handles[i]);
         if (added != NULL) {
             hr_team_close_links(added->team);
         }
@@ -307,7 +296,6 @@ hr_status hr_engine_submit(struct hr_engine *engine, const horo_request *call, i
         return hr_fail(error, HORO_ERR_USAGE, "'%s': what is done on the GPU is for horo to say",
                        call->name == NULL ? "" : call->name);
     }
-    return call->device != 0
-               ? hr_gpu_submit(engine, call, handle, error)
-               : hr_requests_submit(&engine->requests, call, (struct hr_cargo){0}, handle, error);
+    return call->device != 0 ? hr_gpu_submit(engine, call, handle, error)
+                             : hr_requests_submit(&engine->requests, call, (struct hr_cargo){0}, handle, error);
 }

@@ -134,9 +134,4 @@ hr_status hr_engine_submit(struct hr_engine *engine, const horo_request *request
 /* As horo_propose_tuning. */
 int hr_engine_propose_tuning(struct hr_engine *engine, const uint64_t *values, int is_final, struct hr_error *error);
 
-/* ---- Between the files of the engine ---- */
-
-extern const struct hr_part_ops hr_part_end;         /* leave.c */
-extern const struct hr_part_ops hr_part_lane;        /* lane.c */
-
 #endif

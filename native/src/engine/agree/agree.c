@@ -24,24 +24,10 @@ static int count_in(struct hr_agree *agree, struct hr_agree_entry *entry, int me
     entry->announced_count++;
     if (agree->config.recorder != NULL && hr_recorder_is_traced(agree->config.recorder)) {
         hr_recorder_add(agree->config.recorder, &(struct hr_event){
-                                                    .event = HR_EVENT_ANNOUNCED,
-                                                    .op = -1,
-                                                    .team = agree->config.team_number,
-                                                    .number = (int32_t)entry->name_hash,
-                                                    .bytes = agree->config.rank_of_member[member],
-                                                });
+            .event = HR_EVENT_ANNOUNCED, .op = -1, .team = agree->config.team_number,
+            .number = (int32_t)entry->name_hash, .bytes = agree->config.rank_of_member[member]});
     }
     return 1;
-}
-
-static int note_mismatch(struct hr_agree *agree, struct hr_agree_entry *entry, const struct hr_agree_copy *one,
-                         const struct hr_agree_copy *two) {
-    char text[HORO_MESSAGE_MAX];
-    if (entry->failure != 0) {
-        return HORO_OK; /* perhaps a call that was refused, which has no form to be compared */
-    }
-    hr_agree_mismatch_text(&agree->config, entry, one, two, text, sizeof text);
-    return hr_agree_set_failure(entry, HORO_ERR_MISMATCH, text, strlen(text));
 }
 
 /* Compares what a member means with what this round has so far. */
@@ -52,10 +38,14 @@ static int compare_in(struct hr_agree *agree, struct hr_agree_entry *entry, cons
         other.rank = entry->id_rank;
     }
     const int is_first = other.bytes == NULL || other.rank < 0;
-    return is_first || other.bytes == request->bytes ||
-                   (other.count == request->count && memcmp(other.bytes, request->bytes, other.count) == 0)
-               ? HORO_OK
-               : note_mismatch(agree, entry, &other, request);
+    if (is_first || other.bytes == request->bytes ||
+        (other.count == request->count && memcmp(other.bytes, request->bytes, other.count) == 0) ||
+        entry->failure != 0) { /* perhaps a call that was refused, which has no form to be compared */
+        return HORO_OK;
+    }
+    char text[HORO_MESSAGE_MAX];
+    hr_agree_mismatch_text(&agree->config, entry, &other, request, text, sizeof text);
+    return hr_agree_set_failure(entry, HORO_ERR_MISMATCH, text, strlen(text));
 }
 
 int hr_agree_announce_id(struct hr_agree *agree, int member, uint32_t id, struct hr_wire_rows rows, int64_t now_ns) {
@@ -86,9 +76,6 @@ int hr_agree_announce_id(struct hr_agree *agree, int member, uint32_t id, struct
 
 int hr_agree_announce_request(struct hr_agree *agree, int member, const struct hr_wire_message *message,
                               int64_t now_ns) {
-    if (message->type != HR_WIRE_REQUEST || message->rank < 0 || message->rank >= agree->config.rank_count) {
-        return HORO_ERR_INTERNAL;
-    }
     struct hr_agree_entry *entry = hr_wire_is_call(message->request.name)
                                        ? hr_agree_call(agree, member)
                                        : hr_agree_find_or_create(agree, message->request.name);
@@ -124,10 +111,9 @@ int hr_agree_list_waiting(const struct hr_agree *agree, int64_t now_ns, int64_t 
                 continue;
             }
             if (count < capacity) {
-                out[count] = (struct hr_agree_waiting){.name = entry->name,
-                                                       .since_ns = entry->first_ns,
-                                                       .holds_up = is_awaited && entry != agree->absent.entry,
-                                                       .announced = entry->announced};
+                out[count] = (struct hr_agree_waiting){
+                    .name = entry->name, .since_ns = entry->first_ns, .announced = entry->announced,
+                    .holds_up = is_awaited && entry != agree->absent.entry};
             }
             count++;
         }
@@ -159,39 +145,13 @@ static struct hr_wire_text failure_text_of(const struct hr_agree_entry *entry) {
 static int put_request(struct hr_buffer *out, const struct hr_agree_entry *entry, struct hr_wire_rows rows) {
     const struct hr_agree_copy *request = hr_agree_request(entry);
     return hr_frame_put(out, &(struct hr_wire_message){
-                                 .type = HR_WIRE_REQUEST,
-                                 .rank = request->rank,
-                                 .status = entry->failure,
-                                 .text = failure_text_of(entry),
-                                 .rows = rows,
-                                 .request = {.bytes = request->bytes, .byte_count = request->count}});
-}
-
-static void decode(struct hr_agree_entry *entry) {
-    const struct hr_agree_copy *copy = hr_agree_request(entry);
-    (void)hr_wire_decode_request(copy->bytes, copy->count, &entry->decoded); /* it was decoded when it came */
-    const uint8_t *cursor = entry->decoded.tensors;
-    entry->dtypes = HR_AGREE_NO_DTYPE;
-    entry->bytes = 0;
-    for (uint32_t i = 0; i < entry->decoded.tensor_count; i++) {
-        struct hr_wire_tensor tensor;
-        hr_wire_next_tensor(&cursor, &tensor);
-        int64_t bytes = 0;
-        (void)hr_wire_tensor_bytes(entry->decoded.op, tensor.shape, tensor.ndim, tensor.dtype, &bytes);
-        if (__builtin_add_overflow(entry->bytes, (uint64_t)bytes, &entry->bytes)) {
-            entry->bytes = UINT64_MAX; /* as large as can be: it shares a batch with nothing */
-        }
-        const int dtypes = tensor.dtype + HORO_ANY_DTYPE_COUNT * tensor.wire_dtype;
-        entry->dtypes =
-            entry->dtypes == HR_AGREE_NO_DTYPE || entry->dtypes == dtypes ? dtypes : HR_AGREE_MIXED_DTYPES;
-    }
+        .type = HR_WIRE_REQUEST, .rank = request->rank, .status = entry->failure, .text = failure_text_of(entry),
+        .rows = rows, .request = {.bytes = request->bytes, .byte_count = request->count}});
 }
 
 static int put_failure(struct hr_agree *agree, struct hr_agree_entry *entry, struct hr_buffer *out) {
-    HR_TRY(hr_frame_put(out, &(struct hr_wire_message){.type = HR_WIRE_FAIL,
-                                                       .status = entry->failure,
-                                                       .name = name_of(entry),
-                                                       .text = failure_text_of(entry)}));
+    HR_TRY(hr_frame_put(out, &(struct hr_wire_message){
+        .type = HR_WIRE_FAIL, .status = entry->failure, .name = name_of(entry), .text = failure_text_of(entry)}));
     hr_agree_reset(agree, entry);
     return HORO_OK;
 }
@@ -200,11 +160,26 @@ static int collect_at_root(struct hr_agree *agree, struct hr_agree_entry *entry,
     if (entry->failure != 0 && !entry->is_call) {
         return put_failure(agree, entry, out);
     }
+    struct hr_wire_request *decoded = &entry->decoded;
+    entry->dtypes = HR_AGREE_NO_DTYPE;
+    entry->bytes = 0;
+    *decoded = (struct hr_wire_request){.op = -1}; /* of a call that fails, in its turn */
     if (entry->failure == 0) {
-        decode(entry);
-    } else { /* calls fail in order */
-        entry->decoded.op = -1;
-        entry->bytes = 0;
+        const struct hr_agree_copy *copy = hr_agree_request(entry);
+        (void)hr_wire_decode_request(copy->bytes, copy->count, decoded); /* it was decoded when it came */
+    }
+    const uint8_t *cursor = decoded->tensors;
+    for (uint32_t i = 0; i < decoded->tensor_count; i++) {
+        struct hr_wire_tensor tensor;
+        hr_wire_next_tensor(&cursor, &tensor);
+        int64_t bytes = 0;
+        (void)hr_wire_tensor_bytes(decoded->op, tensor.shape, tensor.ndim, tensor.dtype, &bytes);
+        if (__builtin_add_overflow(entry->bytes, (uint64_t)bytes, &entry->bytes)) {
+            entry->bytes = UINT64_MAX; /* as large as can be: it shares a batch with nothing */
+        }
+        const int dtypes = tensor.dtype + HORO_ANY_DTYPE_COUNT * tensor.wire_dtype;
+        const int is_only = entry->dtypes == HR_AGREE_NO_DTYPE || entry->dtypes == dtypes;
+        entry->dtypes = is_only ? dtypes : HR_AGREE_MIXED_DTYPES;
     }
     agree->ready_bytes += entry->bytes;
     hr_agree_move(agree, entry, HR_AGREE_READY);
@@ -233,9 +208,8 @@ int hr_agree_collect(struct hr_agree *agree, struct hr_buffer *out) {
         }
         struct hr_wire_rows rows = {0};
         HR_TRY(entry->failure != 0 ? HORO_OK : hr_agree_merge_rows(agree, entry, &rows));
-        HR_TRY(in_full ? put_request(out, entry, rows)
-                       : hr_frame_put(out, &(struct hr_wire_message){
-                                               .type = HR_WIRE_ROWS, .id = entry->id, .rows = rows}));
+        const struct hr_wire_message by_id = {.type = HR_WIRE_ROWS, .id = entry->id, .rows = rows};
+        HR_TRY(in_full ? put_request(out, entry, rows) : hr_frame_put(out, &by_id));
     }
     return hr_frame_put_ids(out, ids, &id_count);
 }
@@ -292,20 +266,6 @@ static int is_known_by_id(const struct hr_agree_entry *entry) {
     return entry->id != 0 && entry->current.bytes == NULL;
 }
 
-/*
- * A rank that has joined and has not submitted what comes by name learns of it by a REQUEST in front of it. An ordered
- * call needs all ranks, so it has been submitted by all.
- */
-static int describe_chosen(const struct hr_agree *agree, struct hr_buffer *out) {
-    for (const struct hr_agree_entry *entry = agree->lists[HR_AGREE_CHOSEN].first;
-         agree->absent.is_known && entry != NULL; entry = entry->next) {
-        if (entry != agree->absent.entry && !entry->is_call && !is_known_by_id(entry)) {
-            HR_TRY(put_request(out, entry, (struct hr_wire_rows){0}));
-        }
-    }
-    return HORO_OK;
-}
-
 /* One ref; a tensor that is new or has changed gets an id with it. */
 static int put_entry(struct hr_agree *agree, struct hr_agree_entry *entry, struct hr_buffer *out) {
     if (is_known_by_id(entry)) {
@@ -331,28 +291,37 @@ static int put_entry(struct hr_agree *agree, struct hr_agree_entry *entry, struc
     if (id != 0) {
         HR_TRY(hr_agree_assign(agree, entry, id));
     }
-    return hr_wire_put_ref(out, id, (struct hr_wire_text){entry->name, entry->name_bytes});
+    return hr_wire_put_ref(out, id, name_of(entry));
 }
 
 int hr_agree_form_batch(struct hr_agree *agree, struct hr_buffer *out) {
-    if (agree->lists[HR_AGREE_READY].first == NULL) {
+    struct hr_agree_entry *entry = agree->lists[HR_AGREE_READY].first;
+    if (entry == NULL) {
         return HORO_OK;
     }
-    if (agree->lists[HR_AGREE_READY].first->failure != 0) {
-        return put_failure(agree, agree->lists[HR_AGREE_READY].first, out);
+    if (entry->failure != 0) {
+        return put_failure(agree, entry, out);
     }
     const uint32_t count = choose_batch(agree);
+    struct hr_agree_entry **first = &agree->lists[HR_AGREE_CHOSEN].first;
+    /*
+     * A rank that has joined and has not submitted what comes by name learns of it by a REQUEST in front of it. An
+     * ordered call needs all ranks, so it has been submitted by all.
+     */
+    for (entry = *first; agree->absent.is_known && entry != NULL; entry = entry->next) {
+        if (entry != agree->absent.entry && !entry->is_call && !is_known_by_id(entry)) {
+            HR_TRY(put_request(out, entry, (struct hr_wire_rows){0}));
+        }
+    }
     size_t mark;
-    HR_TRY(describe_chosen(agree, out));
     HR_TRY(hr_frame_begin(out, &mark));
     HR_TRY(hr_wire_put(out, &(struct hr_wire_message){.type = HR_WIRE_BATCH, .count = count}));
-    struct hr_agree_entry *entry;
     struct hr_wire_rows rows = {0}; /* an allgather shares its batch with none */
     uint8_t last[HR_WIRE_VAR_MAX];
-    if (agree->lists[HR_AGREE_CHOSEN].first == agree->absent.entry) {
+    if (*first == agree->absent.entry) {
         rows = hr_wire_encode_row(agree->absent.last, last);
     }
-    while ((entry = agree->lists[HR_AGREE_CHOSEN].first) != NULL) {
+    while ((entry = *first) != NULL) {
         HR_TRY(entry == agree->absent.entry ? HORO_OK : hr_agree_merge_rows(agree, entry, &rows));
         HR_TRY(put_entry(agree, entry, out));
         hr_agree_reset(agree, entry);

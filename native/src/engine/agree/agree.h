@@ -44,7 +44,7 @@ struct hr_agree_config {
     const int *member_of_rank;            /* [rank_count] who speaks here for a rank; -1: nobody */
     const char *const *host_name_of_rank; /* for messages; indexed by rank */
     int team_size;                        /* how many rows an alltoall has for each tensor and rank */
-    int rank_count;                       /* all ranks: ids of ranks in messages are checked against it */
+    int rank_count;                       /* all ranks: more than the number of any that an announcement names */
     uint32_t capacity;                    /* cached tensors; 0: none */
     uint64_t fusion_bytes;                /* most bytes in one batch of several tensors */
     struct hr_recorder *recorder;         /* root: gets announcements while a timeline is written; NULL: none */

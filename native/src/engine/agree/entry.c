@@ -45,14 +45,10 @@ void hr_agree_fini(struct hr_agree *agree) {
     hr_buffer_fini(&agree->merged_rows);
     free(agree->calls);
     free((void *)agree->slots);
-    *agree = (struct hr_agree){0};
 }
 
 struct hr_agree_entry *hr_agree_find_id(const struct hr_agree *agree, uint32_t id) {
-    if (agree->config.capacity == 0 || id == 0) {
-        return NULL;
-    }
-    struct hr_agree_entry *entry = agree->slots[id % agree->config.capacity];
+    struct hr_agree_entry *entry = agree->config.capacity == 0 ? NULL : agree->slots[id % agree->config.capacity];
     return entry != NULL && entry->id == id ? entry : NULL;
 }
 
@@ -300,7 +296,6 @@ int hr_agree_keep(struct hr_agree_entry *entry, const struct hr_agree_copy *requ
         return HORO_ERR_RESOURCE;
     }
     memcpy(bytes, request->bytes, request->count);
-    free(entry->current.bytes);
     entry->current = (struct hr_agree_copy){bytes, request->count, request->rank, request->gathers};
     return HORO_OK;
 }
@@ -308,10 +303,8 @@ int hr_agree_keep(struct hr_agree_entry *entry, const struct hr_agree_copy *requ
 /* ---- The rows of an allgather or alltoall, from the announcements of the members to the record ---- */
 
 uint64_t hr_agree_rows_told(const struct hr_agree *agree, const struct hr_wire_request *request) {
-    if (!hr_op_is(request->op, HR_OP_TELLING_ROWS)) {
-        return 0;
-    }
-    return (uint64_t)request->tensor_count * (request->op == HORO_ALLTOALL ? (uint64_t)agree->config.team_size : 1);
+    const uint64_t each = request->op == HORO_ALLTOALL ? (uint64_t)agree->config.team_size : 1;
+    return hr_op_is(request->op, HR_OP_TELLING_ROWS) ? request->tensor_count * each : 0;
 }
 
 int hr_agree_note_rows(struct hr_agree *agree, struct hr_agree_entry *entry, int member, uint64_t gathers,

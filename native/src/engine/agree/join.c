@@ -69,23 +69,12 @@ static void refuse(const struct hr_agree *agree, const struct hr_agree_entry *en
     }
 }
 
-/* So many values of 0, one byte each. */
-static int add_no_rows(struct hr_agree *agree, struct hr_agree_entry *entry, int member, uint64_t gathers) {
-    static const uint8_t zeros[256];
-    size_t left = (size_t)gathers * (size_t)agree->config.ranks_of_member[member];
-    const struct hr_wire_rows none = {.data = zeros, .bytes = 0, .count = (uint32_t)left};
-    HR_TRY(hr_agree_note_rows(agree, entry, member, gathers, none));
-    for (entry->rows_of_member[member].bytes = left; left > 0;) {
-        const size_t bytes = left < sizeof zeros ? left : sizeof zeros;
-        HR_TRY(hr_buffer_append(&entry->rows, zeros, bytes));
-        left -= bytes;
-    }
-    return HORO_OK;
-}
-
-static int stand_in(struct hr_agree *agree, struct hr_agree_entry *entry) {
+int hr_agree_complete_if_all(struct hr_agree *agree, struct hr_agree_entry *entry) {
     char text[HORO_MESSAGE_MAX];
     const uint64_t gathers = hr_agree_request(entry)->gathers;
+    if (entry->state != HR_AGREE_WAITING || entry->announced_count != agree->config.member_count) {
+        return HORO_OK;
+    }
     for (int member = 0; member < agree->config.member_count && entry->failure == 0; member++) {
         if (!hr_agree_has(entry->stood_in, member)) {
             continue;
@@ -93,18 +82,17 @@ static int stand_in(struct hr_agree *agree, struct hr_agree_entry *entry) {
         refuse(agree, entry, agree->config.rank_of_member[member], text, sizeof text);
         if (text[0] != '\0') {
             HR_TRY(hr_agree_set_failure(entry, HORO_ERR_MISMATCH, text, strlen(text)));
-        } else if (gathers > 0) {
-            HR_TRY(add_no_rows(agree, entry, member, gathers));
+        } else if (gathers > 0) { /* so many values of 0, one byte each */
+            const size_t count = (size_t)gathers * (size_t)agree->config.ranks_of_member[member];
+            struct hr_buffer *rows = &entry->rows;
+            HR_TRY(hr_agree_note_rows(agree, entry, member, gathers, (struct hr_wire_rows){.count = (uint32_t)count}));
+            HR_TRY(hr_buffer_reserve(rows, count));
+            memset(rows->data + rows->end, 0, count);
+            rows->end += count;
+            entry->rows_of_member[member].bytes = count;
         }
     }
-    return HORO_OK;
-}
-
-int hr_agree_complete_if_all(struct hr_agree *agree, struct hr_agree_entry *entry) {
-    if (entry->state == HR_AGREE_WAITING && entry->announced_count == agree->config.member_count) {
-        HR_TRY(stand_in(agree, entry));
-        hr_agree_move(agree, entry, HR_AGREE_COMPLETE);
-    }
+    hr_agree_move(agree, entry, HR_AGREE_COMPLETE);
     return HORO_OK;
 }
 

@@ -81,7 +81,7 @@ struct hr_agree_entry *hr_agree_call(struct hr_agree *agree, int member);
 /* The form of a call; NULL: it has no id. sign: gives it one. */
 struct hr_agree_entry *hr_agree_find_form(const struct hr_agree *agree, const struct hr_agree_entry *call);
 int hr_agree_sign(struct hr_agree *agree, const struct hr_agree_entry *call, uint32_t id);
-/* Keeps the request as this round's. */
+/* Keeps the request as this round's first one in full. */
 int hr_agree_keep(struct hr_agree_entry *entry, const struct hr_agree_copy *request);
 /* The entry fails, for all, unless it has failed already. HORO_OK or HORO_ERR_RESOURCE. */
 int hr_agree_set_failure(struct hr_agree_entry *entry, int status, const char *text, size_t bytes);

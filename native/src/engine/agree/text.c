@@ -52,18 +52,6 @@ static void write_factors(const struct hr_wire_request *request, int digits, cha
                    digits, request->postscale);
 }
 
-/* With as few digits as tell them apart: what reads as equal explains nothing. */
-static void describe_factors(const struct hr_wire_request *a, const struct hr_wire_request *b, char *a_text,
-                             char *b_text) {
-    for (int digits = DIGITS_MIN; digits <= DBL_DECIMAL_DIG; digits++) {
-        write_factors(a, digits, a_text);
-        write_factors(b, digits, b_text);
-        if (strcmp(a_text, b_text) != 0) {
-            return;
-        }
-    }
-}
-
 /*
  * "add_process_set for the ranks [0, 2, 4]" or "remove_process_set for process set 3"; of many ranks those round the
  * first that differs: what reads as equal explains nothing.
@@ -121,7 +109,11 @@ static void describe_difference(const struct hr_wire_request *a, const struct hr
         (void)snprintf(b_text, VALUE_BYTES, "root rank %d", b->root_rank);
     } else if (memcmp(&a->prescale, &b->prescale, sizeof a->prescale) != 0 ||
                memcmp(&a->postscale, &b->postscale, sizeof a->postscale) != 0) {
-        describe_factors(a, b, a_text, b_text);
+        int digits = DIGITS_MIN;
+        do { /* as few as tell them apart: what reads as equal explains nothing */
+            write_factors(a, digits, a_text);
+            write_factors(b, digits, b_text);
+        } while (strcmp(a_text, b_text) == 0 && digits++ < DBL_DECIMAL_DIG);
     } else if (a->on_gpu != b->on_gpu) {
         static const char *const ways[] = {"it in host memory or on another GPU", "it on the GPU that NCCL uses"};
         (void)snprintf(a_text, VALUE_BYTES, "%s", ways[a->on_gpu]);
@@ -162,6 +154,8 @@ void hr_agree_mismatch_text(const struct hr_agree_config *config, const struct h
     const int swap = one->rank > two->rank; /* the lower rank is named first, whoever came first */
     const struct hr_agree_copy *low = swap ? two : one;
     const struct hr_agree_copy *high = swap ? one : two;
+    const char *low_host = config->host_name_of_rank[low->rank];
+    const char *high_host = config->host_name_of_rank[high->rank];
     struct hr_wire_request a = {0};
     struct hr_wire_request b = {0};
     (void)hr_wire_decode_request(low->bytes, low->count, &a);
@@ -176,23 +170,19 @@ void hr_agree_mismatch_text(const struct hr_agree_config *config, const struct h
         describe_call(&a, a_call);
         describe_call(&b, b_call);
         const int is_told = strcmp(a_call, b_call) != 0; /* else it is about another tensor, or a factor */
+        const char *comma = is_told ? "" : ", ";
         (void)snprintf(out, out_bytes, "%s: rank %d (%s) calls %s%s%s, rank %d (%s) calls %s%s%s", entry->name,
-                       low->rank, config->host_name_of_rank[low->rank], a_call, is_told ? "" : ", ",
-                       is_told ? "" : a_text, high->rank, config->host_name_of_rank[high->rank], b_call,
-                       is_told ? "" : ", ", is_told ? "" : b_text);
-        return;
-    }
-    if (hr_op_is(a.op, HR_OP_OF_TEAMS) || hr_op_is(b.op, HR_OP_OF_TEAMS)) {
+                       low->rank, low_host, a_call, comma, is_told ? "" : a_text, high->rank, high_host, b_call, comma,
+                       is_told ? "" : b_text);
+    } else if (hr_op_is(a.op, HR_OP_OF_TEAMS) || hr_op_is(b.op, HR_OP_OF_TEAMS)) {
         (void)snprintf(out, out_bytes,
                        "rank %d (%s) calls %s, rank %d (%s) %s; all ranks must add and remove the same process sets in "
                        "the same order",
-                       low->rank, config->host_name_of_rank[low->rank], a_text, high->rank,
-                       config->host_name_of_rank[high->rank], b_text);
-        return;
+                       low->rank, low_host, a_text, high->rank, high_host, b_text);
+    } else {
+        const char *verb = hr_op_is(a.op, HR_OP_ROOTED) && strncmp(a_text, "root", 4) == 0 ? "named" : "sent";
+        (void)snprintf(out, out_bytes, "%s '%.*s': %srank %d (%s) %s %s, rank %d (%s) %s %s", hr_op_name(a.op),
+                       (int)(a.name.bytes < 200 ? a.name.bytes : 200), a.name.data, prefix, low->rank, low_host, verb,
+                       a_text, high->rank, high_host, verb, b_text);
     }
-    const char *verb = hr_op_is(a.op, HR_OP_ROOTED) && strncmp(a_text, "root", 4) == 0 ? "named" : "sent";
-    (void)snprintf(out, out_bytes, "%s '%.*s': %srank %d (%s) %s %s, rank %d (%s) %s %s", hr_op_name(a.op),
-                   (int)(a.name.bytes < 200 ? a.name.bytes : 200), a.name.data, prefix, low->rank,
-                   config->host_name_of_rank[low->rank], verb, a_text, high->rank,
-                   config->host_name_of_rank[high->rank], verb, b_text);
 }

@@ -69,26 +69,23 @@ int hr_announcer_put_id(struct hr_announcer *announcer, const struct hr_request 
         struct hr_buffer *out = &announcer->out;
         HR_TRY(hr_announcer_write_ids(announcer)); /* ordered calls are counted as they come */
         HR_TRY(hr_frame_put(out, &(struct hr_wire_message){
-                                     .type = HR_WIRE_DATA, .id = request->announced_id, .data_bytes = carried}));
+            .type = HR_WIRE_DATA, .id = request->announced_id, .data_bytes = carried}));
         hr_carried_pack(announcer->team, &request->call, out->data + out->end - carried);
         return HORO_OK;
     }
     if (request->rows.count > 0) {
         HR_TRY(hr_announcer_write_ids(announcer));
-        return hr_frame_put(&announcer->out, &(struct hr_wire_message){.type = HR_WIRE_ROWS,
-                                                                       .id = request->announced_id,
-                                                                       .rows = request->rows});
+        return hr_frame_put(&announcer->out, &(struct hr_wire_message){
+            .type = HR_WIRE_ROWS, .id = request->announced_id, .rows = request->rows});
     }
     announcer->ids[announcer->id_count++] = request->announced_id;
     return announcer->id_count == HR_IDS_MAX ? hr_announcer_write_ids(announcer) : HORO_OK;
 }
 
 int hr_announcer_put_full(struct hr_announcer *announcer, struct hr_request *request) {
-    struct hr_wire_message message = {.type = HR_WIRE_REQUEST,
-                                      .rank = announcer->team->node->rank,
-                                      .status = request->refused,
-                                      .rows = request->rows,
-                                      .request = {.bytes = request->bytes, .byte_count = request->byte_count}};
+    struct hr_wire_message message = {
+        .type = HR_WIRE_REQUEST, .rank = announcer->team->node->rank, .status = request->refused,
+        .rows = request->rows, .request = {.bytes = request->bytes, .byte_count = request->byte_count}};
     if (request->refused != 0) {
         message.text = (struct hr_wire_text){request->error_text, strlen(request->error_text)};
     }
@@ -181,26 +178,6 @@ static int forget(struct hr_announcer *announcer, struct hr_known *known) {
     return pending == NULL ? HORO_OK : hr_announcer_put_full(announcer, pending);
 }
 
-static int create_known(struct hr_announcer *announcer, const struct hr_request *request, uint32_t id) {
-    struct hr_known *known = hr_pool_take(&announcer->pool, sizeof *known + request->byte_count);
-    if (known == NULL) {
-        return HORO_ERR_RESOURCE;
-    }
-    memcpy(known->bytes, request->bytes, request->byte_count);
-    known->pending = NULL;
-    known->hash = hash_of(request);
-    known->is_call = hr_request_is_call(request);
-    known->id = id;
-    known->byte_count = (uint32_t)request->byte_count;
-    const char *key = (const char *)known->bytes;
-    if (hr_map_insert(&announcer->known, known->hash, key, known->byte_count, known) != HORO_OK) {
-        give_back(announcer, known);
-        return HORO_ERR_RESOURCE;
-    }
-    announcer->slots[id % announcer->capacity] = known;
-    return HORO_OK;
-}
-
 int hr_announcer_learn(struct hr_announcer *announcer, const struct hr_request *request, uint32_t id) {
     if (announcer->capacity == 0) {
         return HORO_ERR_INTERNAL;
@@ -211,8 +188,21 @@ int hr_announcer_learn(struct hr_announcer *announcer, const struct hr_request *
         HR_TRY(forget(announcer, former));
     }
     struct hr_known *owner = announcer->slots[id % announcer->capacity];
-    if (owner != NULL) {
-        HR_TRY(forget(announcer, owner));
+    HR_TRY(owner == NULL ? HORO_OK : forget(announcer, owner));
+    struct hr_known *known = hr_pool_take(&announcer->pool, sizeof *known + request->byte_count);
+    if (known == NULL) {
+        return HORO_ERR_RESOURCE;
     }
-    return create_known(announcer, request, id);
+    *known = (struct hr_known){.hash = hash_of(request),
+                               .is_call = hr_request_is_call(request),
+                               .id = id,
+                               .byte_count = (uint32_t)request->byte_count};
+    memcpy(known->bytes, request->bytes, request->byte_count);
+    const char *key = (const char *)known->bytes;
+    if (hr_map_insert(&announcer->known, known->hash, key, known->byte_count, known) != HORO_OK) {
+        give_back(announcer, known);
+        return HORO_ERR_RESOURCE;
+    }
+    announcer->slots[id % announcer->capacity] = known;
+    return HORO_OK;
 }

@@ -69,16 +69,12 @@ int hr_lane_create(const struct hr_lane_setup *setup, struct hr_team *team, stru
         hr_team_destroy(team);
         return HORO_ERR_RESOURCE;
     }
-    created->engine = setup->engine;
-    created->node = team->node;
-    created->team = team;
-    created->backend = backend;
-    created->is_leader = team->local_rank == 0;
-    created->executor.ops = setup->executor_ops;
-    created->may_count = setup->may_count && hr_round_is_for(team);
-    created->lane_count = setup->lane_count;
-    created->round.team = team;
-    created->port = (struct hr_port){.requests = setup->requests, .team = team, .lane = created};
+    *created = (struct hr_lane){
+        .engine = setup->engine, .node = team->node, .team = team, .backend = backend,
+        .is_leader = team->local_rank == 0, .round.team = team, .executor.ops = setup->executor_ops,
+        .may_count = setup->may_count && hr_round_is_for(team), .lane_count = setup->lane_count,
+        .port = {.requests = setup->requests, .team = team, .lane = created},
+    };
     int status = hr_announcer_init(&created->announcer, team, setup->cache_capacity);
     if (status != HORO_OK) {
         (void)hr_fail(error, status, "out of memory for a cache of %u tensors", setup->cache_capacity);
@@ -175,8 +171,8 @@ int hr_lane_announce(struct hr_lane *lane, struct hr_request *request) {
     if (lane->is_leader || hr_buffer_size(&lane->announcer.out) < FLUSH_BYTES) {
         return HORO_OK;
     }
-    const int flushed = hr_announcer_flush(&lane->announcer);
-    return flushed < 0 ? flushed : HORO_OK;
+    HR_TRY(hr_announcer_flush(&lane->announcer));
+    return HORO_OK;
 }
 
 /* The round has been closed, so its request is announced. */
@@ -311,17 +307,14 @@ static int needs(const struct hr_part *part) {
            (lane->leader.link_count > 0 && hr_leader_sends_left(&lane->leader));
 }
 
-void hr_lane_cancel(struct hr_lane *lane) {
+static void end(struct hr_part *part, int has_failed) {
+    struct hr_lane *lane = part->owner;
+    (void)has_failed;
     hr_executor_cancel(lane);
     if (lane->round.request != NULL) {
         hr_batch_take_back(lane, hr_round_leave(&lane->round, 0));
     }
     hr_announcer_drop(&lane->announcer, NULL); /* links may still bring messages about these requests */
-}
-
-static void end(struct hr_part *part, int has_failed) {
-    (void)has_failed;
-    hr_lane_cancel(part->owner);
 }
 
 /* Of a leader: whether members have announced what others have not. */
@@ -331,13 +324,9 @@ static int expects(const struct hr_part *part) {
 }
 
 static uint64_t moves(const struct hr_part *part) {
-    return hr_lane_moves(part->owner);
+    const struct hr_lane *lane = part->owner;
+    return lane->executor.moves + lane->team->pieces;
 }
 
-const struct hr_part_ops hr_part_lane = {.rank = HR_PART_LANE,
-                                         .turn = turn,
-                                         .due = due,
-                                         .needs = needs,
-                                         .expects = expects,
-                                         .moves = moves,
-                                         .end = end};
+const struct hr_part_ops hr_part_lane = {
+    .rank = HR_PART_LANE, .turn = turn, .due = due, .needs = needs, .expects = expects, .moves = moves, .end = end};

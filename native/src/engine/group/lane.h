@@ -19,7 +19,7 @@ struct hr_engine;
 /* The memory of the check for stalls; stall.c. */
 struct hr_stall {
     int64_t check_ns; /* when to look for stalls again; 0: not known */
-    uint64_t moves;   /* hr_lane_moves when it last looked */
+    uint64_t moves;   /* hr_part_lane.moves when it last looked */
     int64_t moved_ns; /* when it last found that this had changed */
     uint64_t all_moves;   /* likewise of all lanes */
     int64_t all_moved_ns;
@@ -84,13 +84,9 @@ void hr_lane_destroy(struct hr_lane *lane);
  */
 int hr_lane_announce(struct hr_lane *lane, struct hr_request *request);
 int hr_lane_end_round(struct hr_lane *lane);
-/* After the end of the group: gives up what is under way. */
-void hr_lane_cancel(struct hr_lane *lane);
 
-/* A number that changes whenever something has moved here: a record, a stage of a task, a piece between hosts. */
-static inline uint64_t hr_lane_moves(const struct hr_lane *lane) {
-    return lane->executor.moves + lane->team->pieces;
-}
+/* Its moves: a record, a stage of a task, a piece between hosts; its end gives up what is under way. */
+extern const struct hr_part_ops hr_part_lane;
 
 /* Whether the lane can run with these values; runs with them from now on, between two tasks: HORO_ERR_INTERNAL: not. */
 int hr_lane_fits(const struct hr_lane *lane, const uint64_t *values);

@@ -48,17 +48,6 @@ int hr_leader_open_links(struct hr_leader *leader, struct hr_error *error) {
     return HORO_OK;
 }
 
-void hr_leader_close_links(struct hr_leader *leader) {
-    for (int i = 0; i < leader->link_count; i++) {
-        struct hr_link *link = &leader->links[i];
-        hr_buffer_fini(&link->in);
-        hr_buffer_fini(&link->out);
-        hr_buffer_fini(&link->sending);
-        free(link->received);
-    }
-    free(leader->links);
-}
-
 /* Moves bytes both ways; received frames are in link->in. HR_STILL, HR_MOVED, or HORO_ERR_PEER_LOST: it is broken. */
 static int progress_link(const struct hr_leader *leader, struct hr_link *link) {
     struct hr_transport *transport = leader->team->transport;
@@ -129,10 +118,9 @@ int hr_leader_put_carried(struct hr_leader *leader, struct hr_buffer *out) {
     }
     HR_TRY(hr_carry_reduce(carry, leader->team, request));
     hr_agree_take_lone(&leader->agree);
-    HR_TRY(hr_frame_put(out, &(struct hr_wire_message){.type = leader->is_root ? HR_WIRE_RESULT : HR_WIRE_DATA,
-                                                       .id = id,
-                                                       .data = carry->data,
-                                                       .data_bytes = carry->bytes}));
+    const enum hr_wire_type type = leader->is_root ? HR_WIRE_RESULT : HR_WIRE_DATA;
+    HR_TRY(hr_frame_put(out, &(struct hr_wire_message){
+        .type = type, .id = id, .data = carry->data, .data_bytes = carry->bytes}));
     return HR_MOVED;
 }
 
@@ -153,32 +141,17 @@ int hr_leader_report(struct hr_leader *leader) {
     return HR_MOVED;
 }
 
-/* A rank of this subtree wants to leave; one LEAVE record closes the log for all. */
-static int note_leaver(struct hr_leader *leader, const struct hr_wire_message *message) {
-    if (message->rank >= leader->team->node->size || leader->team->number != 0) {
-        return HORO_ERR_INTERNAL;
-    }
-    if (leader->leaver != 0) {
-        return HORO_OK;
-    }
-    leader->leaver = message->rank + 1;
-    if (leader->is_root) {
-        return hr_frame_put(&leader->leave_record, message); /* see form_batches */
-    }
-    const int reported = hr_leader_report(leader); /* earlier announcements travel first */
-    return reported < 0 ? reported : hr_frame_put(&leader->links[0].out, message);
-}
-
 /* A message for somebody above this room. */
 static int handle(struct hr_leader *leader, int member, const struct hr_wire_message *message, int64_t now_ns) {
     hr_leader_handler *handler = leader->handlers[message->type];
-    return handler == NULL || message->rank >= leader->team->node->size
-               ? HORO_ERR_INTERNAL
-               : handler(leader->lane, member, message, now_ns);
+    return handler == NULL ? HORO_ERR_INTERNAL : handler(leader->lane, member, message, now_ns);
 }
 
 int hr_leader_announce(struct hr_leader *leader, int member, const struct hr_wire_message *message, int64_t now_ns) {
     struct hr_agree *agree = &leader->agree;
+    if (message->rank >= leader->team->node->size) {
+        return HORO_ERR_INTERNAL;
+    }
     if (hr_round_take_up(leader->round)) { /* before a later call is announced */
         hr_agree_skip_call(agree);
     }
@@ -194,9 +167,22 @@ int hr_leader_announce(struct hr_leader *leader, int member, const struct hr_wir
         return hr_agree_announce_id(agree, member, message->id, message->rows, now_ns);
     case HR_WIRE_ROWS: return hr_agree_announce_id(agree, member, message->id, message->rows, now_ns);
     case HR_WIRE_REQUEST: return hr_agree_announce_request(agree, member, message, now_ns);
-    case HR_WIRE_LEAVE: return note_leaver(leader, message);
+    case HR_WIRE_LEAVE: break;
     default: return handle(leader, member, message, now_ns);
     }
+    /* a rank of this subtree wants to leave; one LEAVE record closes the log for all */
+    if (leader->team->number != 0) {
+        return HORO_ERR_INTERNAL;
+    }
+    if (leader->leaver != 0) {
+        return HORO_OK;
+    }
+    leader->leaver = message->rank + 1;
+    if (leader->is_root) {
+        return hr_frame_put(&leader->leave_record, message); /* see form_batches */
+    }
+    HR_TRY(hr_leader_report(leader)); /* earlier announcements travel first */
+    return hr_frame_put(&leader->links[0].out, message);
 }
 
 void hr_leader_close_log(struct hr_leader *leader) {
@@ -208,24 +194,6 @@ void hr_leader_close_log(struct hr_leader *leader) {
 }
 
 /* ---- Messages of other leaders ---- */
-
-/* Not the root: the next record of the log. */
-static int take_record(struct hr_leader *leader, const struct hr_wire_message *record) {
-    const int moved = hr_leader_report(leader); /* before apply, see agree.h */
-    HR_TRY(moved);
-    if (leader->log_closed || (record->type == HR_WIRE_LEAVE && leader->team->number != 0)) {
-        return HORO_ERR_INTERNAL;
-    }
-    if (record->type == HR_WIRE_LEAVE) {
-        hr_leader_close_log(leader);
-        leader->leaver = record->rank + 1;
-    } else if (record->type != HR_WIRE_TUNE) {
-        HR_TRY(hr_agree_apply(&leader->agree, record));
-    }
-    const size_t mark = hr_buffer_size(&leader->log_out);
-    HR_TRY(hr_frame_pass(&leader->log_out, record));
-    return hr_leader_hand_down(leader, mark);
-}
 
 static int handle_message(struct hr_leader *leader, int link_index, const struct hr_wire_message *message,
                           int64_t now_ns) {
@@ -240,20 +208,29 @@ static int handle_message(struct hr_leader *leader, int link_index, const struct
         if (message->text.bytes > 0) {
             hr_arena_keep_last_words(&node->arena, message->rank, message->text.data, message->text.bytes);
         }
-        hr_node_pass_abort(node, (struct hr_abort){.code = message->status,
-                                                   .rank = message->rank,
-                                                   .by = message->by,
-                                                   .reason = message->reason});
+        hr_node_pass_abort(node, (struct hr_abort){
+            .code = message->status, .rank = message->rank, .by = message->by, .reason = message->reason});
         return HORO_OK;
     default: break;
     }
-    if (from_parent && hr_wire_is_record(message->type)) {
-        return take_record(leader, message);
+    if (!from_parent || !hr_wire_is_record(message->type)) {
+        const int64_t at_ns = now_ns == 0 ? hr_now_ns() : now_ns;
+        const int member = leader->team->local_size + link_index - leader->has_parent;
+        return from_parent ? handle(leader, -1, message, at_ns) : hr_leader_announce(leader, member, message, at_ns);
     }
-    const int64_t at_ns = now_ns == 0 ? hr_now_ns() : now_ns;
-    const int member = leader->team->local_size + link_index - leader->has_parent;
-    return from_parent ? handle(leader, -1, message, at_ns)
-                       : hr_leader_announce(leader, member, message, at_ns);
+    HR_TRY(hr_leader_report(leader)); /* before apply, see agree.h */
+    if (leader->log_closed || (message->type == HR_WIRE_LEAVE && leader->team->number != 0)) {
+        return HORO_ERR_INTERNAL;
+    }
+    if (message->type == HR_WIRE_LEAVE) {
+        hr_leader_close_log(leader);
+        leader->leaver = message->rank + 1;
+    } else if (message->type != HR_WIRE_TUNE) {
+        HR_TRY(hr_agree_apply(&leader->agree, message));
+    }
+    const size_t mark = hr_buffer_size(&leader->log_out);
+    HR_TRY(hr_frame_pass(&leader->log_out, message));
+    return hr_leader_hand_down(leader, mark);
 }
 
 int hr_leader_progress_links(struct hr_leader *leader, int64_t now_ns) {
@@ -308,19 +285,15 @@ int hr_leader_is_done(const struct hr_leader *world) {
     return 1;
 }
 
-/* Tells the neighbours, once of each: that all here is done, or of an abort. */
 int hr_leader_flush_links(struct hr_leader *leader) {
     const struct hr_arena *arena = &leader->team->node->arena;
     const struct hr_abort end = hr_arena_aborted(arena);
     const int has_words = end.reason == HR_REASON_ENDED || end.reason == HR_REASON_ABORTED;
     const char *words = has_words ? hr_arena_last_words(arena, end.rank) : NULL;
     const struct hr_wire_message done = {.type = HR_WIRE_DONE, .rank = leader->team->node->rank};
-    const struct hr_wire_message lost = {.type = HR_WIRE_LOST,
-                                          .rank = end.rank,
-                                          .status = end.code,
-                                          .reason = end.reason,
-                                          .by = end.by,
-                                          .text = {words, words == NULL ? 0 : strlen(words)}};
+    const struct hr_wire_message lost = {
+        .type = HR_WIRE_LOST, .rank = end.rank, .status = end.code, .reason = end.reason, .by = end.by,
+        .text = {words, words == NULL ? 0 : strlen(words)}};
     int *is_told = end.code == 0 ? &leader->told_done : &leader->told_abort;
     for (int i = 0; i < leader->link_count && !*is_told; i++) {
         struct hr_link *link = &leader->links[i];

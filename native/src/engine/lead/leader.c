@@ -5,60 +5,45 @@
 
 #include "wire/frame.h"
 
-/* On a host and all those below it in the tree, which are the ones up to the next of its parent's (node/team.h). */
-static int ranks_below(struct hr_leader *leader, int host, int member) {
-    const struct hr_team *team = leader->team;
-    const int end = host + (host & -host);
-    int count = 0;
-    for (int rank = 0; rank < team->size; rank++) {
-        if (team->host_of_rank[rank] >= host && team->host_of_rank[rank] < end) {
-            leader->member_of_rank[team->job_rank[rank]] = member;
-            count++;
-        }
-    }
-    return count;
-}
-
 static int init_agreement(struct hr_leader *leader, uint64_t fusion_bytes) {
-    struct hr_node *node = leader->team->node;
     const struct hr_team *team = leader->team;
-    const int children = leader->link_count - leader->has_parent;
-    const int members = team->local_size + children;
+    struct hr_node *node = team->node;
+    const int members = team->local_size + leader->link_count - leader->has_parent;
     leader->request_in = calloc((size_t)team->local_size, sizeof *leader->request_in);
     leader->member_ranks = calloc(2 * (size_t)members + (size_t)node->size, sizeof *leader->member_ranks);
     if (leader->request_in == NULL || leader->member_ranks == NULL) {
         return HORO_ERR_RESOURCE;
     }
-    leader->ranks_of_member = leader->member_ranks + members;
-    leader->member_of_rank = leader->ranks_of_member + members;
+    int *rank_of_member = leader->member_ranks;
+    int *ranks_of_member = rank_of_member + members;
+    int *member_of_rank = ranks_of_member + members;
     for (int rank = 0; rank < node->size; rank++) {
-        leader->member_of_rank[rank] = -1;
+        member_of_rank[rank] = -1;
     }
-    for (int i = 0; i < members; i++) {
-        if (i < team->local_size) {
-            leader->member_ranks[i] = team->job_rank[team->rank_of_local[i]];
-            leader->ranks_of_member[i] = 1;
-            leader->member_of_rank[leader->member_ranks[i]] = i;
-        } else {
-            const struct hr_link *link = hr_leader_link_of(leader, i);
-            leader->member_ranks[i] = link->leader_rank;
-            leader->ranks_of_member[i] = ranks_below(leader, link->host, i);
+    for (int i = 0; i < team->local_size; i++) {
+        rank_of_member[i] = team->job_rank[team->rank_of_local[i]];
+        ranks_of_member[i] = 1;
+        member_of_rank[rank_of_member[i]] = i;
+    }
+    for (int i = team->local_size; i < members; i++) {
+        /* a host and all those below it in the tree, which are the ones up to the next of its parent's (node/team.h) */
+        const struct hr_link *link = hr_leader_link_of(leader, i);
+        const int end = link->host + (link->host & -link->host);
+        rank_of_member[i] = link->leader_rank;
+        for (int rank = 0; rank < team->size; rank++) {
+            if (team->host_of_rank[rank] >= link->host && team->host_of_rank[rank] < end) {
+                member_of_rank[team->job_rank[rank]] = i;
+                ranks_of_member[i]++;
+            }
         }
     }
     leader->carry.members = members;
     const struct hr_agree_config config = {
-        .is_root = leader->is_root,
-        .member_count = members,
-        .rank_of_member = leader->member_ranks,
-        .ranks_of_member = leader->ranks_of_member,
-        .member_of_rank = leader->member_of_rank,
+        .is_root = leader->is_root, .member_count = members, .team_size = team->size, .rank_count = node->size,
+        .rank_of_member = rank_of_member, .ranks_of_member = ranks_of_member, .member_of_rank = member_of_rank,
         .host_name_of_rank = (const char *const *)node->host_name_of_rank,
-        .team_size = leader->team->size,
-        .rank_count = node->size,
-        .capacity = leader->announcer->capacity,
-        .fusion_bytes = fusion_bytes,
-        .recorder = leader->is_root ? &node->recorder : NULL,
-        .team_number = team->number,
+        .capacity = leader->announcer->capacity, .fusion_bytes = fusion_bytes,
+        .recorder = leader->is_root ? &node->recorder : NULL, .team_number = team->number,
     };
     return hr_agree_init(&leader->agree, &config);
 }
@@ -66,15 +51,9 @@ static int init_agreement(struct hr_leader *leader, uint64_t fusion_bytes) {
 int hr_leader_init(struct hr_leader *leader, const struct hr_leader_setup *setup, struct hr_announcer *announcer,
                    struct hr_round *round, struct hr_lane *lane, struct hr_error *error) {
     *leader = (struct hr_leader){
-        .team = announcer->team,
-        .announcer = announcer,
-        .round = round,
-        .drive = setup->drive,
-        .handlers = setup->handlers,
-        .lane = lane,
-        .is_root = announcer->team->rank == 0,
-        .cycle_ns = setup->cycle_ns,
-        .batch_due_ns = HR_NEVER,
+        .team = announcer->team, .announcer = announcer, .round = round, .lane = lane,
+        .drive = setup->drive, .handlers = setup->handlers, .cycle_ns = setup->cycle_ns,
+        .is_root = announcer->team->rank == 0, .batch_due_ns = HR_NEVER,
     };
     HR_TRY(hr_leader_open_links(leader, error));
     const int status = init_agreement(leader, setup->fusion_bytes);
@@ -82,7 +61,14 @@ int hr_leader_init(struct hr_leader *leader, const struct hr_leader_setup *setup
 }
 
 void hr_leader_fini(struct hr_leader *leader) {
-    hr_leader_close_links(leader);
+    for (int i = 0; i < leader->link_count; i++) {
+        struct hr_link *link = &leader->links[i];
+        hr_buffer_fini(&link->in);
+        hr_buffer_fini(&link->out);
+        hr_buffer_fini(&link->sending);
+        free(link->received);
+    }
+    free(leader->links);
     for (int i = 0; leader->request_in != NULL && i < leader->team->local_size; i++) {
         hr_buffer_fini(&leader->request_in[i]);
     }
@@ -90,7 +76,7 @@ void hr_leader_fini(struct hr_leader *leader) {
     free(leader->member_ranks);
     hr_buffer_fini(&leader->log_out);
     hr_buffer_fini(&leader->leave_record);
-    hr_carry_fini(&leader->carry);
+    free((void *)leader->carry.contributions);
     hr_agree_fini(&leader->agree);
 }
 
@@ -107,28 +93,6 @@ static int announce_frames(struct hr_leader *leader, struct hr_buffer *in, int m
     return status < 0 ? status : HORO_OK;
 }
 
-static int collect_requests(struct hr_leader *leader, int local_rank, int64_t now_ns) {
-    const int index = leader->team->index_of_local[local_rank];
-    const struct hr_partition *partition = &leader->team->partition;
-    struct hr_partition_block *block = &partition->blocks[index];
-    uint64_t read = atomic_load_explicit(&block->requests_read, memory_order_relaxed); /* ours alone */
-    const size_t available = (size_t)(atomic_load(&block->requests.written) - read);
-    if (available == 0) {
-        return HORO_OK;
-    }
-    struct hr_buffer *in = &leader->request_in[local_rank];
-    HR_TRY(hr_buffer_reserve(in, available));
-    in->end += hr_ring_read(&block->requests, hr_partition_request_ring(partition, index), HR_REQUEST_RING_BYTES, &read,
-                            in->data + in->end, available);
-    atomic_store(&block->requests_read, read); /* partner: hr_announcer_flush */
-    if (atomic_load(&block->wants_room) != 0) {
-        atomic_store(&block->wants_room, 0);
-        hr_node_wake(leader->team->node, index);
-    }
-    return announce_frames(leader, in, local_rank, now_ns);
-}
-
-/* Takes in the announcements of this rank. */
 static int collect_own(struct hr_leader *leader) {
     struct hr_announcer *announcer = leader->announcer;
     if (hr_announcer_is_idle(announcer)) {
@@ -140,45 +104,39 @@ static int collect_own(struct hr_leader *leader) {
 }
 
 int hr_leader_collect(struct hr_leader *leader) {
-    int moved = collect_own(leader);
-    HR_TRY(moved);
+    const struct hr_team *team = leader->team;
+    const struct hr_partition *partition = &team->partition;
+    const int owned = collect_own(leader);
+    HR_TRY(owned);
     /* before looking at the others here: what comes later counts anew */
-    const uint64_t announced = atomic_load(&leader->team->partition.header->announced);
-    if (announced != leader->announced_seen) {
-        leader->announced_seen = announced;
-        const int64_t now_ns = hr_now_ns();
-        for (int i = 1; i < leader->team->local_size; i++) {
-            HR_TRY(collect_requests(leader, i, now_ns));
+    const uint64_t announced = atomic_load(&partition->header->announced);
+    const int is_new = announced != leader->announced_seen;
+    const int64_t now_ns = is_new ? hr_now_ns() : 0;
+    leader->announced_seen = announced;
+    for (int i = 1; is_new && i < team->local_size; i++) {
+        const int index = team->index_of_local[i];
+        struct hr_partition_block *block = &partition->blocks[index];
+        struct hr_buffer *in = &leader->request_in[i];
+        uint64_t read = atomic_load_explicit(&block->requests_read, memory_order_relaxed); /* ours alone */
+        const size_t available = (size_t)(atomic_load(&block->requests.written) - read);
+        if (available == 0) {
+            continue;
         }
-        moved = HR_MOVED;
+        HR_TRY(hr_buffer_reserve(in, available));
+        in->end += hr_ring_read(&block->requests, hr_partition_request_ring(partition, index), HR_REQUEST_RING_BYTES,
+                                &read, in->data + in->end, available);
+        atomic_store(&block->requests_read, read); /* partner: hr_announcer_flush */
+        if (atomic_load(&block->wants_room) != 0) {
+            atomic_store(&block->wants_room, 0);
+            hr_node_wake(team->node, index);
+        }
+        HR_TRY(announce_frames(leader, in, i, now_ns));
     }
     const int linked = leader->link_count > 0 ? hr_leader_progress_links(leader, 0) : HR_STILL;
-    return linked < 0 ? linked : moved | linked;
+    return linked < 0 ? linked : owned | linked | (is_new ? HR_MOVED : HR_STILL);
 }
 
 /* ---- What goes out ---- */
-
-/* The log is the clock: the next batch is formed when the last one has run, of what became ready meanwhile. */
-static int may_form_batch(struct hr_leader *leader, uint64_t place) {
-    leader->batch_due_ns = HR_NEVER;
-    if (!leader->is_root || leader->log_closed || !hr_agree_is_ready(&leader->agree)) {
-        return 0;
-    }
-    /* by me */
-    const uint64_t written = atomic_load_explicit(&leader->team->partition.header->log.written, memory_order_relaxed);
-    if (hr_buffer_size(&leader->log_out) > 0 || written + leader->round->rounds != place) {
-        return 0;
-    }
-    if (leader->cycle_ns == 0) {
-        return 1;
-    }
-    const int64_t since_ns = hr_agree_since(&leader->agree, HR_AGREE_READY);
-    if (leader->agree.ready_bytes >= leader->agree.config.fusion_bytes || hr_now_ns() - since_ns >= leader->cycle_ns) {
-        return 1;
-    }
-    leader->batch_due_ns = since_ns + leader->cycle_ns;
-    return 0;
-}
 
 int hr_leader_tell_up(struct hr_leader *leader, const struct hr_wire_message *message) {
     if (!leader->is_root) {
@@ -195,22 +153,6 @@ void hr_leader_make_due(struct hr_leader *leader, const uint64_t *values, int is
     atomic_store(&leader->is_tuning_due, 1);
 }
 
-static int write_tuning(struct hr_leader *leader) {
-    struct hr_buffer *out = &leader->log_out;
-    const size_t before = hr_buffer_size(out);
-    uint8_t items[sizeof leader->tuning];
-    hr_drive_lock(leader->drive);
-    for (int i = 0; i < HORO_KNOB_COUNT; i++) {
-        (void)hr_store_u64(items + (size_t)i * sizeof *leader->tuning, leader->tuning[i]);
-    }
-    const struct hr_wire_message tune = {
-        .type = HR_WIRE_TUNE, .is_final = leader->is_tuning_final, .count = HORO_KNOB_COUNT, .items = items};
-    atomic_store(&leader->is_tuning_due, 0);
-    hr_drive_unlock(leader->drive);
-    HR_TRY(hr_frame_put(out, &tune));
-    return hr_leader_hand_down(leader, before);
-}
-
 /* One batch, or all that is ready. */
 static int write_batches(struct hr_leader *leader, int all) {
     do {
@@ -223,8 +165,11 @@ static int write_batches(struct hr_leader *leader, int all) {
     return HORO_OK;
 }
 
+/* The log is the clock: the next batch is formed when the last one has run, of what became ready meanwhile. */
 static int form_batches(struct hr_leader *leader, uint64_t place) {
     const struct hr_buffer *leave = &leader->leave_record;
+    const struct hr_agree *agree = &leader->agree;
+    leader->batch_due_ns = HR_NEVER;
     if (hr_buffer_size(leave) > 0 && !leader->log_closed) {
         /* it stands behind what all have announced before the leaver asked, which still runs */
         HR_TRY(write_batches(leader, 1));
@@ -234,10 +179,32 @@ static int form_batches(struct hr_leader *leader, uint64_t place) {
         HR_TRY(hr_leader_hand_down(leader, mark));
         return HR_MOVED;
     }
-    if (!may_form_batch(leader, place)) {
+    if (!leader->is_root || leader->log_closed || !hr_agree_is_ready(agree) || hr_buffer_size(&leader->log_out) > 0) {
         return HR_STILL;
     }
-    HR_TRY(leader->is_tuning_due ? write_tuning(leader) : HORO_OK);
+    /* by me */
+    const uint64_t written = atomic_load_explicit(&leader->team->partition.header->log.written, memory_order_relaxed);
+    if (written + leader->round->rounds != place) {
+        return HR_STILL;
+    }
+    const int64_t due_ns = leader->cycle_ns == 0 ? 0 : hr_agree_since(agree, HR_AGREE_READY) + leader->cycle_ns;
+    if (due_ns != 0 && agree->ready_bytes < agree->config.fusion_bytes && hr_now_ns() < due_ns) {
+        leader->batch_due_ns = due_ns;
+        return HR_STILL;
+    }
+    if (leader->is_tuning_due) {
+        uint8_t items[sizeof leader->tuning];
+        uint8_t *at = items;
+        hr_drive_lock(leader->drive);
+        for (int i = 0; i < HORO_KNOB_COUNT; i++) {
+            at = hr_store_u64(at, leader->tuning[i]);
+        }
+        const struct hr_wire_message tune = {
+            .type = HR_WIRE_TUNE, .is_final = leader->is_tuning_final, .count = HORO_KNOB_COUNT, .items = items};
+        atomic_store(&leader->is_tuning_due, 0);
+        hr_drive_unlock(leader->drive);
+        HR_TRY(hr_leader_tell_up(leader, &tune));
+    }
     HR_TRY(write_batches(leader, leader->team->host_count > 1)); /* between hosts what is ready goes at once */
     return HR_MOVED;
 }
@@ -270,16 +237,15 @@ static int flush_log(struct hr_leader *leader) {
     if (hr_buffer_size(out) == 0) {
         atomic_store(&partition->header->log_wants_room, 0);
     }
-    if (written > 0) {
-        if (hr_leader_is_idle(leader)) {
-            hr_round_reopen(leader->round);
-        }
-        hr_team_wake_all(team);
+    if (written == 0) {
+        return HR_STILL;
     }
-    return written > 0 ? HR_MOVED : HR_STILL;
+    if (hr_leader_is_idle(leader)) {
+        hr_round_reopen(leader->round);
+    }
+    hr_team_wake_all(team);
+    return HR_MOVED;
 }
-
-/* ---- The step ---- */
 
 int hr_leader_agree(struct hr_leader *leader, uint64_t place) {
     HR_TRY(collect_own(leader)); /* the request of a round that has been closed */

@@ -51,9 +51,7 @@ struct hr_leader {
     struct hr_lane *lane;
     int is_root;
     struct hr_agree agree;
-    int *member_ranks;            /* [members] with the next two behind it */
-    int *ranks_of_member;         /* [members] that each speaks for */
-    int *member_of_rank;          /* [ranks of the job] see struct hr_agree_config */
+    int *member_ranks;            /* [members] with the two other arrays of struct hr_agree_config behind it */
     struct hr_buffer *request_in; /* [local_size] frames from local ranks */
     struct hr_buffer log_out;     /* frames for the log ring */
     struct hr_carry carry;
@@ -128,7 +126,6 @@ int hr_leader_flush_links(struct hr_leader *leader);
 /* ---- Of control.c, for leader.c ---- */
 
 hr_status hr_leader_open_links(struct hr_leader *leader, struct hr_error *error);
-void hr_leader_close_links(struct hr_leader *leader);
 /* Takes in what a member announces. */
 int hr_leader_announce(struct hr_leader *leader, int member, const struct hr_wire_message *message, int64_t now_ns);
 /*

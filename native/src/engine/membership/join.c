@@ -81,9 +81,8 @@ static int announce(struct hr_request *request) {
     hr_port_drop_refusals(&lane->port, 1);
     hr_drive_add(drive, &lane->absence.part, &part_of_absence, lane);
     hr_drive_unlock(drive);
-    return hr_announcer_put(&lane->announcer, &(struct hr_wire_message){.type = HR_WIRE_JOINED,
-                                                                        .rank = lane->node->rank,
-                                                                        .at = (uint64_t)request->submit_ns});
+    return hr_announcer_put(&lane->announcer, &(struct hr_wire_message){
+        .type = HR_WIRE_JOINED, .rank = lane->node->rank, .at = (uint64_t)request->submit_ns});
 }
 
 /* Well or not. */
@@ -99,14 +98,8 @@ static void end_join(struct hr_request *request, int status) {
 }
 
 int hr_join_submit(struct hr_engine *engine, int32_t team, int64_t *handle, struct hr_error *error) {
-    const horo_request call = {
-        .name = HR_JOIN_NAME,
-        .op = HORO_JOIN,
-        .flags = HORO_SUBMIT_TRANSIENT,
-        .team = team,
-        .prescale = 1.0,
-        .postscale = 1.0,
-    };
+    const horo_request call = {.name = HR_JOIN_NAME, .op = HORO_JOIN, .flags = HORO_SUBMIT_TRANSIENT, .team = team,
+                               .prescale = 1.0, .postscale = 1.0};
     static const struct hr_hooks hooks = {.check = check, .announce = announce, .ended = end_join};
     return hr_requests_submit(&engine->requests, &call, (struct hr_cargo){&hooks, NULL}, handle, error);
 }
@@ -125,8 +118,7 @@ int hr_join_handle(struct hr_lane *lane, int member, const struct hr_wire_messag
     if (member == 0 && leader->link_count > 0) {
         /* a leader that joins after others has heard of those: it reads what its links have for it first */
         (void)hr_node_progress(lane->node);
-        const int heard = hr_leader_progress_links(leader, (int64_t)message->at - 1);
-        HR_TRY(heard);
+        HR_TRY(hr_leader_progress_links(leader, (int64_t)message->at - 1));
     }
     if (link != NULL) {
         const int is_later = message->at > link->told_at;
@@ -134,18 +126,16 @@ int hr_join_handle(struct hr_lane *lane, int member, const struct hr_wire_messag
         at = is_later ? (uint64_t)now_ns : 0;
     }
     hr_agree_note_absence(&leader->agree, message->rank, at);
-    return hr_leader_tell_up(leader, &(struct hr_wire_message){.type = HR_WIRE_JOINED,
-                                                               .rank = message->rank,
-                                                               .at = leader->is_root ? 0 : at}); /* a record has none */
+    return hr_leader_tell_up(leader, &(struct hr_wire_message){
+        .type = HR_WIRE_JOINED, .rank = message->rank, .at = leader->is_root ? 0 : at}); /* a record has none */
 }
 
-/* ---- Stand-ins: neutral elements ---- */
+/* ---- Stand-ins ---- */
 
 /* The bits of the lowest and the highest value of a dtype, of floats the infinities, and of its 1. */
 static const struct {
     uint64_t lowest, highest, one;
 } VALUES[HR_REDUCED_DTYPE_COUNT] = {
-    [HORO_UINT8] = {0, 0xff, 1},
     [HORO_INT8] = {0x80, 0x7f, 1},
     [HORO_INT16] = {0x8000, 0x7fff, 1},
     [HORO_INT32] = {0x80000000, 0x7fffffff, 1},
@@ -154,10 +144,8 @@ static const struct {
     [HORO_BFLOAT16] = {0xff80, 0x7f80, 0x3f80},
     [HORO_FLOAT32] = {0xff800000, 0x7f800000, 0x3f800000},
     [HORO_FLOAT64] = {0xfff0000000000000, 0x7ff0000000000000, 0x3ff0000000000000},
-    [HORO_BOOL] = {0, 1, 1},
-    [HORO_UINT16] = {0, 0xffff, 1},
-    [HORO_UINT32] = {0, 0xffffffff, 1},
-    [HORO_UINT64] = {0, UINT64_MAX, 1},
+    [HORO_BOOL] = {0, 1, 1}, [HORO_UINT8] = {0, 0xff, 1}, [HORO_UINT16] = {0, 0xffff, 1},
+    [HORO_UINT32] = {0, 0xffffffff, 1}, [HORO_UINT64] = {0, UINT64_MAX, 1},
 };
 
 /*
@@ -178,22 +166,8 @@ static uint64_t neutral_element(int dtype, int reduce_op) {
     }
 }
 
-static void fill(void *data, size_t bytes, int dtype, uint64_t bits) {
-    const size_t width = hr_dtype_bytes(dtype);
-    uint8_t element[ELEMENT_MAX] = {0};
-    for (size_t i = 0; i < sizeof bits; i++) {
-        element[i] = (uint8_t)(bits >> 8 * i); /* values in memory are little-endian, as on the wire */
-    }
-    for (size_t at = 0; at < bytes; at += width) {
-        memcpy((uint8_t *)data + at, element, width);
-    }
-}
-
-/* ---- Making one ---- */
-
 /* The call that theirs is, without values. Its tensors, shapes and name are in *memory, which is the caller's. */
-static int draft(const struct hr_lane *lane, const struct hr_wire_request *request, horo_request *call,
-                 void **memory) {
+static int draft(const struct hr_lane *lane, const struct hr_wire_request *request, horo_request *call, void **memory) {
     const size_t count = request->tensor_count;
     horo_tensor *tensors =
         calloc(1, count * (sizeof *tensors + sizeof(struct hr_wire_tensor)) + request->name.bytes + 1);
@@ -206,22 +180,14 @@ static int draft(const struct hr_lane *lane, const struct hr_wire_request *reque
     const uint8_t *cursor = request->tensors;
     for (size_t i = 0; i < count; i++) {
         hr_wire_next_tensor(&cursor, &decoded[i]);
-        tensors[i] = (horo_tensor){.shape = decoded[i].shape,
-                                   .ndim = decoded[i].ndim,
-                                   .dtype = decoded[i].dtype,
+        tensors[i] = (horo_tensor){.shape = decoded[i].shape, .ndim = decoded[i].ndim, .dtype = decoded[i].dtype,
                                    .wire_dtype = decoded[i].wire_dtype};
     }
     *call = (horo_request){
-        .name = name,
-        .op = request->op,
-        .reduce_op = request->reduce_op,
-        .root_rank = request->root_rank,
-        .flags = request->transient ? HORO_SUBMIT_TRANSIENT : 0,
-        .team = lane->team->id,
-        .prescale = request->prescale,
-        .postscale = request->postscale,
-        .tensors = tensors,
-        .tensor_count = (int32_t)count,
+        .name = name, .op = request->op, .reduce_op = request->reduce_op, .root_rank = request->root_rank,
+        .flags = request->transient ? HORO_SUBMIT_TRANSIENT : 0, .team = lane->team->id,
+        .prescale = request->prescale, .postscale = request->postscale,
+        .tensors = tensors, .tensor_count = (int32_t)count,
     };
     *memory = tensors;
     return HORO_OK;
@@ -244,10 +210,13 @@ static int give_values(struct hr_request *made) {
     made->cargo.data = at;
     for (int32_t i = 0; i < call->tensor_count; i++) {
         const size_t bytes = hr_tensor_bytes(&tensors[i]);
+        const size_t width = hr_dtype_bytes(tensors[i].dtype);
         const int reduces = hr_op_is(call->op, HR_OP_REDUCTION);
         const uint64_t bits = reduces ? neutral_element(tensors[i].dtype, call->reduce_op) : 0;
-        if (bits != 0) {
-            fill(at, bytes, tensors[i].dtype, bits);
+        uint8_t element[ELEMENT_MAX] = {0};
+        (void)hr_store_u64(element, bits); /* values in memory are little-endian, as on the wire */
+        for (size_t done = 0; bits != 0 && done < bytes; done += width) {
+            memcpy(at + done, element, width);
         }
         tensors[i].input = at;
         tensors[i].output = at;
@@ -271,9 +240,8 @@ static int make(struct hr_lane *lane, const void *bytes, size_t byte_count, stru
     struct hr_wire_request decoded;
     HR_TRY(hr_wire_decode_request(bytes, byte_count, &decoded));
     const int op = decoded.op;
-    const int can_stand_in =
-        op == HORO_ALLREDUCE || op == HORO_ALLGATHER || op == HORO_BARRIER ||
-        (op == HORO_BROADCAST && hr_team_member(lane->team, decoded.root_rank) >= 0);
+    const int can_stand_in = op == HORO_ALLREDUCE || op == HORO_ALLGATHER || op == HORO_BARRIER ||
+                             (op == HORO_BROADCAST && hr_team_member(lane->team, decoded.root_rank) >= 0);
     if (!lane->absence.is_announced || !can_stand_in || decoded.on_gpu) {
         return HORO_ERR_INTERNAL;
     }
@@ -301,8 +269,6 @@ static int make(struct hr_lane *lane, const void *bytes, size_t byte_count, stru
     *request = made;
     return HORO_OK;
 }
-
-/* ---- Until it is over ---- */
 
 int hr_stand_in_for(struct hr_lane *lane, struct hr_wire_text bytes, struct hr_request **request) {
     if (bytes.bytes > 0) {

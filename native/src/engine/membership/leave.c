@@ -39,34 +39,28 @@ static void begin_grace(struct hr_engine *engine, int64_t now_ns) {
     hr_part_expect(&leaving->part, leaving->grace_ns);
 }
 
-/* The grace is over. In CLOSING too: with this leader others would lose the way by which they hear of a death. */
-static void stop_waiting(struct hr_engine *engine) {
-    struct hr_leaving *leaving = &engine->leaving;
-    leaving->is_late = engine->lanes[0]->executor.has_executed_leave && engine->drive.stage == HR_STAGE_RUNNING;
-    if (!atomic_load(&engine->drive.stop) || leaving->is_late) {
-        return;
-    }
-    if (leaving->words[0] != '\0') {
-        hr_node_end(engine->node, leaving->status, "%s", leaving->words);
-    } else {
-        hr_node_abort(engine->node, leaving->status, engine->node->rank, HR_REASON_LEFT);
-    }
-}
-
 /* If something has moved, the grace begins anew. */
 static int64_t due(struct hr_part *part, int64_t now_ns) {
     struct hr_engine *engine = part->owner;
     struct hr_leaving *leaving = &engine->leaving;
-    const int waits = leaving->grace_ns != 0 && engine->drive.stage <= HR_STAGE_CLOSING && !is_aborted(engine);
+    const enum hr_stage stage = engine->drive.stage;
+    const int waits = leaving->grace_ns != 0 && stage <= HR_STAGE_CLOSING && !is_aborted(engine);
     if (waits && now_ns >= leaving->grace_ns) {
         const int is_over = leaving->moves == count_moves(engine);
         begin_grace(engine, now_ns);
         if (is_over) {
-            stop_waiting(engine);
+            leaving->is_late = engine->lanes[0]->executor.has_executed_leave && stage == HR_STAGE_RUNNING;
+        }
+        /* in CLOSING too: with this leader others would lose the way by which they hear of a death */
+        const int ends = is_over && atomic_load(&engine->drive.stop) && !leaving->is_late;
+        if (ends && leaving->words[0] != '\0') {
+            hr_node_end(engine->node, leaving->status, "%s", leaving->words);
+        } else if (ends) {
+            hr_node_abort(engine->node, leaving->status, engine->node->rank, HR_REASON_LEFT);
         }
     }
     int64_t next_ns = waits ? leaving->grace_ns : HR_NEVER;
-    const int flushes = engine->drive.stage == HR_STAGE_CLOSING || engine->drive.stage == HR_STAGE_ENDING;
+    const int flushes = stage == HR_STAGE_CLOSING || stage == HR_STAGE_ENDING;
     next_ns = flushes && leaving->flush_ns > now_ns && leaving->flush_ns < next_ns ? leaving->flush_ns : next_ns;
     return leaving->mail_ns > now_ns && leaving->mail_ns < next_ns ? leaving->mail_ns : next_ns;
 }
@@ -77,18 +71,16 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
 static int ask_to_leave(struct hr_engine *engine) {
     struct hr_lane *world = engine->lanes[0];
     const char *words = engine->leaving.words;
-    const struct hr_wire_message leave = {.type = HR_WIRE_LEAVE,
-                                          .rank = engine->node->rank,
-                                          .status = engine->leaving.status,
-                                          .text = {words, strlen(words)}};
     HR_TRY(hr_lane_end_round(world));
-    HR_TRY(hr_announcer_put(&world->announcer, &leave));
+    HR_TRY(hr_announcer_put(&world->announcer, &(struct hr_wire_message){.type = HR_WIRE_LEAVE,
+                                                                         .rank = engine->node->rank,
+                                                                         .status = engine->leaving.status,
+                                                                         .text = {words, strlen(words)}}));
     world->has_asked_to_leave = 1;
     if (!world->is_leader) {
         /* The leader may be parked: its program computes, and nobody there waits for anything. */
         atomic_store(&world->node->arena.header->wants_leave, 1); /* partner: needs */
-        const int flushed = hr_announcer_flush(&world->announcer);
-        HR_TRY(flushed);
+        HR_TRY(hr_announcer_flush(&world->announcer));
         hr_node_call(world->node, 0);
     }
     begin_grace(engine, hr_now_ns());
@@ -127,9 +119,8 @@ static int has_mail_left(struct hr_engine *engine) {
 static int turn_running(struct hr_engine *engine) {
     const struct hr_lane *world = engine->lanes[0];
     /* requests from before the call are announced before, by a part behind this one */
-    const int may_ask = atomic_load(&engine->drive.stop) && !world->has_asked_to_leave &&
-                        atomic_load(&engine->requests.queued) == 0 && !has_mail_left(engine);
-    if (may_ask) {
+    if (atomic_load(&engine->drive.stop) && !world->has_asked_to_leave && atomic_load(&engine->requests.queued) == 0 &&
+        !has_mail_left(engine)) {
         return ask_to_leave(engine);
     }
     if (!world->executor.has_executed_leave) {
@@ -152,7 +143,7 @@ static int turn_running(struct hr_engine *engine) {
         return HR_STILL;
     }
     for (int i = 1; i < engine->lane_count; i++) {
-        hr_lane_cancel(engine->lanes[i]); /* ends operations that are not done by now */
+        hr_part_lane.end(&engine->lanes[i]->part, 0); /* ends operations that are not done by now */
     }
     begin_stage(engine, HR_STAGE_CLOSING);
     begin_grace(engine, hr_now_ns());
@@ -204,10 +195,7 @@ static int turn_ending(struct hr_engine *engine) {
     int flushed = 1;
     for (int i = 0; i < engine->lane_count && atomic_load(&engine->drive.serves_hosts); i++) {
         struct hr_lane *lane = engine->lanes[i];
-        if (lane->is_leader) {
-            const int all = hr_leader_flush_links(&lane->leader);
-            flushed = all < 0 ? flushed : flushed && all;
-        }
+        flushed &= !lane->is_leader || hr_leader_flush_links(&lane->leader) != 0;
     }
     /* tensors of failed requests may be freed by the program: first, the GPU lets go of them */
     const int is_quiet = !hr_leave_has_failed(engine) || hr_gpu_is_quiet(engine);

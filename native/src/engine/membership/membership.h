@@ -19,6 +19,7 @@ int hr_membership_change(struct hr_lane *lane, struct hr_request *request, struc
 
 /* ---- leave.c ---- */
 
+extern const struct hr_part_ops hr_part_end;
 /* Whether a rank is lost or its program has failed: what it has left undone on GPUs never comes. */
 int hr_leave_has_failed(const struct hr_engine *engine);
 

@@ -27,59 +27,45 @@ static int submit(struct hr_engine *engine, int op, const int32_t *values, int c
                   int64_t *handle, struct hr_error *error) {
     const int64_t extent = count;
     const horo_tensor tensor = {.input = values, .shape = &extent, .ndim = 1, .dtype = HORO_INT32};
-    const horo_request call = {
-        .name = HR_CHANGE_NAME,
-        .op = op,
-        .flags = HORO_SUBMIT_TRANSIENT,
-        .prescale = 1.0,
-        .postscale = 1.0,
-        .tensors = &tensor,
-        .tensor_count = 1,
-    };
+    const horo_request call = {.name = HR_CHANGE_NAME, .op = op, .flags = HORO_SUBMIT_TRANSIENT, .prescale = 1.0,
+                               .postscale = 1.0, .tensors = &tensor, .tensor_count = 1};
     return hr_requests_submit(&engine->requests, &call, cargo, handle, error);
 }
 
-static int check(const struct hr_engine *engine, const int32_t *ranks, int size, struct hr_error *error) {
-    if (size < 1 || size > engine->node->size) {
-        return hr_fail(error, HORO_ERR_USAGE, "a process set of %d ranks is impossible in a job of %d", size,
-                       engine->node->size);
+int hr_sets_add(struct hr_engine *engine, const horo_team_setup *setup, int64_t *handle, struct hr_error *error) {
+    struct hr_lane *lane = NULL; /* this rank's part in the team, with its links */
+    const int32_t *ranks = setup->ranks;
+    const int job_size = engine->node->size;
+    int host_count = 0;
+    int is_member = 0;
+    if (setup->size < 1 || setup->size > job_size) {
+        return hr_fail(error, HORO_ERR_USAGE, "a process set of %d ranks is impossible in a job of %d", setup->size,
+                       job_size);
     }
-    for (int i = 0; i < size; i++) {
-        if (ranks[i] < 0 || ranks[i] >= engine->node->size || (i > 0 && ranks[i] <= ranks[i - 1])) {
+    for (int i = 0; i < setup->size; i++) {
+        if (ranks[i] < 0 || ranks[i] >= job_size || (i > 0 && ranks[i] <= ranks[i - 1])) {
             return hr_fail(error, HORO_ERR_USAGE,
                            "the ranks of a process set must be ascending and from 0 to %d, but number %d of them is %d",
-                           engine->node->size - 1, i, ranks[i]);
+                           job_size - 1, i, ranks[i]);
         }
+        is_member |= ranks[i] == engine->node->rank;
     }
-    return HORO_OK;
-}
-
-/* This rank's part in a team, with its links. */
-static int create_lane(struct hr_engine *engine, const horo_team_setup *setup, struct hr_lane **lane,
-                       struct hr_error *error) {
-    struct hr_team *team = calloc(1, sizeof *team);
-    if (team == NULL) {
-        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a team of %d ranks", setup->size);
+    if (is_member) {
+        struct hr_team *team = calloc(1, sizeof *team);
+        int status = team == NULL
+                         ? hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a team of %d ranks", setup->size)
+                         : hr_team_init_some(team, engine->lanes[0]->team, ranks, setup->size, error);
+        if (status == HORO_OK && team->host_count > 1) {
+            status = hr_node_connect_team(team, setup->control_fds, setup->data_fds, error);
+            host_count = team->host_count;
+        }
+        if (status != HORO_OK) {
+            hr_team_destroy(team);
+            return status;
+        }
+        HR_TRY(hr_lane_create(&engine->lane_setup, team, &lane, error));
     }
-    int status = hr_team_init_some(team, engine->lanes[0]->team, setup->ranks, setup->size, error);
-    if (status == HORO_OK && team->host_count > 1) {
-        status = hr_node_connect_team(team, setup->control_fds, setup->data_fds, error);
-    }
-    if (status != HORO_OK) {
-        hr_team_destroy(team);
-        return status;
-    }
-    return hr_lane_create(&engine->lane_setup, team, lane, error);
-}
-
-int hr_sets_add(struct hr_engine *engine, const horo_team_setup *setup, int64_t *handle, struct hr_error *error) {
-    struct hr_lane *lane = NULL;
-    HR_TRY(check(engine, setup->ranks, setup->size, error));
-    for (int i = 0; i < setup->size; i++) {
-        HR_TRY(setup->ranks[i] == engine->node->rank ? create_lane(engine, setup, &lane, error) : HORO_OK);
-    }
-    const int host_count = lane != NULL && lane->team->transport != NULL ? lane->team->host_count : 0;
-    HR_TRY(submit(engine, HORO_ADD_TEAM, setup->ranks, setup->size, (struct hr_cargo){&addition, lane}, handle, error));
+    HR_TRY(submit(engine, HORO_ADD_TEAM, ranks, setup->size, (struct hr_cargo){&addition, lane}, handle, error));
     /* the transport has its own */
     hr_node_close_links(engine->node, host_count, setup->control_fds, setup->data_fds);
     return HORO_OK;
@@ -138,8 +124,8 @@ int hr_sets_remove(struct hr_engine *engine, int32_t team, int64_t *handle, stru
     const int begun = begin_removal(engine, team, &lane, error);
     hr_drive_unlock(&engine->drive);
     HR_TRY(begun);
-    const hr_status status =
-        submit(engine, HORO_REMOVE_TEAM, &team, 1, (struct hr_cargo){&removal, lane}, handle, error);
+    const struct hr_cargo cargo = {&removal, lane};
+    const hr_status status = submit(engine, HORO_REMOVE_TEAM, &team, 1, cargo, handle, error);
     if (status != HORO_OK && lane != NULL) { /* it could not even be submitted */
         lane->port.state = HR_PORT_OPEN;
     }

@@ -269,7 +269,7 @@ static int note_moves(struct hr_lane *lane, int64_t now_ns, int was_stopped) {
             hr_agree_excuse_absent(&lane->leader.agree, now_ns);
         }
     }
-    const uint64_t moves = hr_lane_moves(lane);
+    const uint64_t moves = hr_part_lane.moves(&lane->part);
     const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;
     /* others have not caused the delay while it was stopped itself, or other batches here had their turn */
     if (moves != stall->moves || (is_executing && was_stopped) ||

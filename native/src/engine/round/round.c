@@ -12,15 +12,14 @@ enum {
     ROUND_BITS = 8,
     PLACE_BITS = 21, /* more than a ring of the log, with whatever has been taken out of it */
     ID_BITS = 24,
-    CLOSED_SHIFT = COUNT_BITS,
-    ROUND_SHIFT = CLOSED_SHIFT + 1,
+    ROUND_SHIFT = COUNT_BITS + 1,
     PLACE_SHIFT = ROUND_SHIFT + ROUND_BITS,
     ID_SHIFT = PLACE_SHIFT + PLACE_BITS,
 };
 _Static_assert(ID_SHIFT + ID_BITS == 64, "the word is full");
 _Static_assert(1 << PLACE_BITS > 4 * HR_LOG_RING_BYTES, "a place is not taken for an earlier one");
 
-#define CLOSED (1ull << CLOSED_SHIFT)
+#define CLOSED (1ull << COUNT_BITS)
 #define MASK(bits) ((1ull << (bits)) - 1)
 
 static _Atomic uint64_t *word_of(const struct hr_round *round) {
@@ -53,10 +52,9 @@ static struct hr_lone_rows *rows_of(const struct hr_round *round, int index) {
 int hr_round_show_rows(struct hr_round *round, const struct hr_request *request, int is_ahead) {
     struct hr_lone_rows *shown = rows_of(round, round->team->node->local_rank);
     hr_buffer_consume(&round->out, hr_buffer_size(&round->out));
-    if (hr_wire_put(&round->out, &(struct hr_wire_message){.type = HR_WIRE_ROWS,
-                                                           .id = request->announced_id,
-                                                           .rows = request->rows}) != HORO_OK ||
-        hr_buffer_size(&round->out) > sizeof shown->message) {
+    const struct hr_wire_message rows = {
+        .type = HR_WIRE_ROWS, .id = request->announced_id, .rows = request->rows};
+    if (hr_wire_put(&round->out, &rows) != HORO_OK || hr_buffer_size(&round->out) > sizeof shown->message) {
         return 0;
     }
     shown->bytes = (uint32_t)hr_buffer_size(&round->out); /* partner: hr_round_enter */
@@ -207,10 +205,6 @@ void hr_round_reopen(const struct hr_round *round) {
 
 static uint8_t *data_of(const struct hr_carry *carry, int member) {
     return carry->data + (size_t)member * HR_CARRIED_MAX;
-}
-
-void hr_carry_fini(struct hr_carry *carry) {
-    free((void *)carry->contributions);
 }
 
 void hr_carry_add(struct hr_carry *carry, int member, uint32_t id, const void *data, size_t bytes) {

@@ -94,7 +94,7 @@ struct hr_carry {
     uint32_t id;   /* of the tensor; 0: there is no data */
     size_t bytes;  /* of each member */
     int count;     /* members whose data is there */
-    const void **contributions; /* [members] of the data; scratch. With it the arrays below; NULL: not needed yet */
+    const void **contributions; /* [members] of the data; scratch. Malloc'ed, with the arrays below; NULL: not yet */
     uint8_t *data;              /* [members][HR_CARRIED_MAX] */
     uint8_t *has;               /* [members] */
 };
@@ -108,6 +108,5 @@ void hr_carry_add(struct hr_carry *carry, int member, uint32_t id, const void *d
 int hr_carry_reduce(const struct hr_carry *carry, const struct hr_team *team, const struct hr_request *request);
 /* A record has come or been made, or a report. */
 void hr_carry_clear(struct hr_carry *carry);
-void hr_carry_fini(struct hr_carry *carry);
 
 #endif
