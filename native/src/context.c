@@ -64,33 +64,23 @@ HORO_API void horo_destroy_watch(horo_watch *watch) {
     }
 }
 
-/* The node, the team of all its ranks, and the engine. HORO_OK, or a status, with nothing left behind. */
-static int create_parts(struct horo_context *context, const horo_setup *setup, struct hr_error *error) {
-    struct hr_team *world = calloc(1, sizeof *world);
-    if (world == NULL) {
-        return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a context");
-    }
-    int status = hr_team_init(world, &context->node, setup->rank, setup->size, setup->host_of_rank,
-                              (size_t)setup->segment_bytes, error);
-    if (status == HORO_OK) {
-        status = hr_node_init(&context->node, setup, world, error);
-    }
-    if (status != HORO_OK) {
-        hr_team_destroy(world);
-        return status;
-    }
-    status = hr_engine_init(&context->engine, world, setup, error);
-    if (status != HORO_OK) {
-        hr_node_fini(&context->node);
-    }
-    return status;
-}
-
 HORO_API int horo_create(const horo_setup *setup, horo_context **context, char *error, size_t error_bytes) {
     struct hr_error failure = {0};
     struct horo_context *created = calloc(1, sizeof *created);
-    int status = created == NULL ? hr_fail(&failure, HORO_ERR_RESOURCE, "out of memory for a context")
-                                 : create_parts(created, setup, &failure);
+    struct hr_team *world = calloc(1, sizeof *world);
+    int status = created == NULL || world == NULL
+                     ? hr_fail(&failure, HORO_ERR_RESOURCE, "out of memory for a context")
+                     : hr_team_init(world, &created->node, setup->rank, setup->size, setup->host_of_rank,
+                                    (size_t)setup->segment_bytes, &failure);
+    status = status == HORO_OK ? hr_node_init(&created->node, setup, world, &failure) : status;
+    if (status != HORO_OK) {
+        hr_team_destroy(world);
+    } else {
+        status = hr_engine_init(&created->engine, world, setup, &failure);
+        if (status != HORO_OK) {
+            hr_node_fini(&created->node);
+        }
+    }
     if (status != HORO_OK) {
         free(created);
         return leave(status, &failure, error, error_bytes);
@@ -139,21 +129,18 @@ HORO_API void horo_after_fork(horo_context *context) {
 
 /* HORO_OK in the process that made the context; else a status, with its sentence in `error`, which may be NULL. */
 static int enter(const horo_context *context, char *error, size_t error_bytes) {
-    struct hr_error failure;
-    failure.code = HORO_OK; /* the text is written only with a code */
-    if (context == NULL) {
-        (void)hr_fail(&failure, HORO_ERR_NOT_INITIALIZED,
-                      "horo has not been initialized, or was shut down; call init()");
-    } else if (!hr_owner_is_here(&context->owner)) {
-        (void)hr_fail(
-            &failure, HORO_ERR_FORKED,
-            "this process was forked from a rank (process %d) after init(); horo can be used in the rank's own "
-            "process only",
-            (int)context->owner.pid);
-    } else {
+    if (context != NULL && hr_owner_is_here(&context->owner)) {
         return HORO_OK;
     }
-    return leave(failure.code, &failure, error, error_bytes);
+    struct hr_error failure = {0};
+    const int status =
+        context == NULL ? hr_fail(&failure, HORO_ERR_NOT_INITIALIZED,
+                                  "horo has not been initialized, or was shut down; call init()")
+                        : hr_fail(&failure, HORO_ERR_FORKED,
+                                  "this process was forked from a rank (process %d) after init(); horo can be used in "
+                                  "the rank's own process only",
+                                  (int)context->owner.pid);
+    return leave(status, &failure, error, error_bytes);
 }
 
 HORO_API int horo_submit(horo_context *context, const horo_request *request, int64_t *handle, char *error,
