@@ -27,13 +27,12 @@ OPTIONS = {
 }
 # Threads of a rank, ranks that share memory, and what they have in common: the engine, its lanes and the log.
 _RACES = """
-abort cores deadlock device_failures device_memory device_staged driving end engine events join leave link log lone nccl
-nccl_failures ordered pairs parts recorder sanitize stalls stress teams timeline timeouts waits
+cores device_staged end engine join link log lone nccl nccl_failures ordered pairs parts recorder sanitize stalls stress
+teams timeline waits
 """
 # What else reads and writes memory, in one thread or as the random schedules do.
 _MEMORY = """
-adasum alltoall calls carry cross device_libraries gather hostile_member kernel large_moves many_local nccl_teams
-refusal rooted transport transport_tcp tuning wire
+adasum calls cross device_libraries gather kernel large_moves refusal transport transport_own tuning wire
 """
 FILES = {"thread": _RACES.split(), "address": [*_RACES.split(), *_MEMORY.split()]}
 """The files of a sanitizer's run; `HORO_ALL_CASES=1`, as of `make test-all`, takes all."""
@@ -41,14 +40,15 @@ LEFT_OUT = {
     # Processes of their own, whose core is the installed one.
     "end": ["a_death_after_the_leader_in_between"],
     "pairs": ["a_rank_that_is_killed_when", "a_rank_that_leaves_tells_the_sender", "its_leader_passes_that_on"],
+    "parts": ["ranks_share_memory_in_larger_pages"],
+    "stalls": ["a_rank_that_is_stopped"],
     "teams": ["a_forked_child_does_not_keep"],
-    "timeouts": ["a_rank_that_is_stopped"],
+    "waits": ["ctrl_c_ends", "a_peer_does_not_wait_for_the_interpreter"],
     # Thousands of the same.
     "gather": ["a_group_may_have_thousands"],
     "link": ["a_leader_that_reads_nothing"],
     "lone": ["places_in_the_log_are_told_apart"],
-    "nccl": ["a_batch_of_many_calls"],
-    "nccl_teams": ["what_is_pending_on_a_gpu"],
+    "nccl": ["a_batch_of_many_calls", "what_is_pending_on_a_gpu"],
     "timeline": ["more_than_the_ring_holds"],
 }
 """Tests of these files that show a sanitizer nothing that the others there do not; by how their names begin."""

@@ -1,17 +1,22 @@
-"""Tensors on a GPU go through pinned host memory. A double of the driver stands for it, whose memory no processor may
-touch: one that does ends the process.
+"""Tensors on a GPU go through pinned host memory: order of streams, what is let go of when, and failures of the GPU.
+
+A double of the driver stands for it, whose memory no processor may touch: one that does ends the process.
 """
 
+import ctypes
+import re
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from device_group import Gpu, Nccl, OnGpu
-from ranks import SUM, Group, Rank, describe, on_ranks
+from ranks import SUM, Group, Rank, describe, on_ranks, recorded_stderr, wait_for
 
 from horo.core import context
 from horo.core.libraries import copy_back
-from horo.errors import GroupError, ResourceError, UsageError
+from horo.errors import GroupError, HoroError, ResourceError, UsageError
 
 HOSTS = [(2,), (1, 1), (2, 1)]
 
@@ -151,4 +156,206 @@ def test_a_loss_ends_requests_whose_values_are_still_on_their_way(rank: Rank, gp
         own.context.release(handle)
         gpu.open(gate)
         gpu.synchronize(own.stream)
+    own.close()
+
+
+@on_ranks((1,))
+def test_pinned_memory_is_used_again(rank: Rank, gpu: Gpu) -> None:
+    own = OnGpu(rank, gpu)
+    for _ in range(3):
+        handles = [own.submit("allreduce", f"x{i}", np.ones(5, np.float32), reduce_op=SUM)[0] for i in range(4)]
+        for handle in handles:
+            own.context.wait(handle)
+            copy_back(own.context, handle, own.stream)
+        gpu.synchronize(own.stream)
+        for handle in handles:
+            own.context.release(handle)
+    assert gpu.counts()["pinned"] == 4
+    own.close()
+
+
+def leave_behind(gpu: Gpu, stream: int) -> ctypes.c_int:
+    """A rank alone, which has pinned memory, leaves while a stream of the program's stands still; returns the gate."""
+    gates = []
+
+    def body(rank: Rank) -> None:
+        own = OnGpu(rank, gpu)
+        np.testing.assert_array_equal(own.allreduce(np.full(5, 3, np.int32), op="average"), [3] * 5)
+        assert gpu.counts()["pinned"] == 1
+        own.close()
+        gpu.await_program()
+        gates.append(gpu.hold_stream(stream))
+
+    with recorded_stderr(), Group((1,)) as group:
+        group.run(body)
+    return gates[0]
+
+
+def test_what_the_default_stream_stands_in_front_of_goes_when_that_goes_on(gpu: Gpu) -> None:
+    """However long that takes, and with as little on the stream: a mark, whose event is the second."""
+    gate = leave_behind(gpu, 0)
+    counts = gpu.counts()
+    assert [counts[name] for name in ("pinned", "contexts", "events")] == [1, 1, 2]
+    gpu.open(gate)
+    wait_for(lambda: gpu.counts()["contexts"] == 0)
+
+
+THOUSAND = np.arange(1000, dtype=np.float32)
+INVALID_VALUE = 1
+
+
+@pytest.mark.parametrize("code", [0, INVALID_VALUE])
+@on_ranks((1,))
+def test_a_staged_request_may_be_released_while_its_results_go_back(rank: Rank, gpu: Gpu, code: int) -> None:
+    own = OnGpu(rank, gpu)
+    handle, _, target = own.submit("allreduce", "x", THOUSAND, reduce_op=SUM)
+    own.context.wait(handle)
+    failures = []
+
+    def take() -> None:
+        try:
+            copy_back(own.context, handle, own.stream)
+        except ResourceError as error:
+            failures.append(str(error))
+
+    gate = gpu.pause()
+    taker = threading.Thread(target=take)
+    taker.start()
+    gpu.await_pause(gate)
+    own.context.release(handle)
+    gpu.resume(gate, code)
+    taker.join(60)
+    gpu.synchronize(own.stream)
+    np.testing.assert_array_equal(gpu.get(target, THOUSAND), THOUSAND)
+    assert len(failures) == (code != 0)
+    assert all("cuStreamWaitEvent failed with code 1" in failure for failure in failures)
+    own.close()
+
+
+@on_ranks((1,))
+def test_a_second_thread_that_takes_results_waits_for_the_first_to_begin_their_copy(rank: Rank, gpu: Gpu) -> None:
+    own = OnGpu(rank, gpu)
+    other = gpu.make_stream()
+    handle, _, target = own.submit("allreduce", "x", THOUSAND, reduce_op=context.REDUCE_OPS["average"], postscale=2.0)
+    own.context.wait(handle)
+    found = []
+
+    def take_second() -> None:
+        copy_back(own.context, handle, other)
+        gpu.synchronize(other)
+        found.append(gpu.get(target, THOUSAND))
+
+    gate = gpu.pause()
+    first = threading.Thread(target=copy_back, args=(own.context, handle, own.stream))
+    first.start()
+    gpu.await_pause(gate)
+    second = threading.Thread(target=take_second)
+    second.start()
+    second.join(0.3)  # by then it would have read what is not there yet
+    gpu.resume(gate)
+    first.join(60)
+    second.join(60)
+    np.testing.assert_array_equal(found, [2 * THOUSAND])
+    own.context.release(handle)
+    gpu.close(other)
+    own.close()
+
+
+REASON = "the copy from the GPU failed with code 719: unspecified launch failure"
+LOST = "an error on GPU 0 that lost the values of allreduce"
+REFUSED = rf"rank 2 \(.*\) has refused it: {REASON}"
+OPTIONS: dict[str, dict[str, Any]] = {"allreduce": {"reduce_op": SUM}, "broadcast": {"root_rank": 2}, "allgather": {}}
+STALLS = {"stall_warning_ms": 5000, "stall_shutdown_ms": 20_000}
+"""A rank that is not told of the failure gets another error, in the end."""
+
+
+def submit(own: OnGpu, op: str, name: str, length: int, count: int = 1, **options: Any) -> int:
+    """A request of rank 2 on its GPU."""
+    array = np.ones(length, np.float32)
+    (tensor,) = describe([array], [array])
+    tensors = [tensor._replace(input=own.gpu.put(array), output=own.gpu.put(array)) for _ in range(count)]
+    options = {**OPTIONS[op], "device": own.device + 1, "stream": own.stream, **options}
+    return own.context.submit(context.RequestBuffer.of(context.OPS[op], name, tensors, **options))
+
+
+def fails(rank: Rank, handle: int, kind: type[HoroError], reason: str) -> None:
+    with pytest.raises(kind, match=reason):
+        rank.context.wait(handle)
+    rank.context.release(handle)
+
+
+@pytest.mark.parametrize("way", ["wait", "wait_any", "poll", "submit", "nothing"])
+@pytest.mark.parametrize("what", ["allreduce", "broadcast", "allgather", "group", "set"])
+@on_ranks((2, 1), **STALLS)
+def test_all_ranks_are_told_of_each_request_whose_values_do_not_come(
+    rank: Rank, gpu: Gpu, *, what: str, way: str
+) -> None:
+    """Rank 2 looks after the second of two requests only, or after none."""
+    op = what if what in OPTIONS else "allreduce"
+    length, count = 100, 3 if what == "group" else 1
+    team = rank.add_team([1, 2]) if what == "set" else 0
+    if rank.rank == 2:
+        own = OnGpu(rank, gpu)
+        gpu.is_broken = True
+        gpu.fail_staging(1)
+        handles = [submit(own, op, name, length, count, team=team) for name in ("x0", "x1")]
+        if way == "wait":
+            fails(rank, handles[1], ResourceError, REASON)
+        elif way == "wait_any":
+            rank.context.wait_any([handles[1], handles[1]])
+            fails(rank, handles[1], ResourceError, REASON)
+        elif way == "poll":
+            wait_for(lambda: rank.context.poll(handles[1]))
+        elif way == "submit":
+            handles.append(submit(own, op, "x2", length, count, team=team))
+        rank.await_mark("are told", timeout_s=30)
+        own.close()
+    elif team == 0 or rank.rank == 1:
+        arrays = [np.ones(length, np.float32)] * count
+        names = ["x0", "x1", *(["x2"] if way == "submit" else [])]
+        for handle in [rank.submit(op, name, arrays, team=team, **OPTIONS[op]) for name in names]:
+            fails(rank, handle, ResourceError, REFUSED)
+        if rank.rank == 1:
+            rank.mark("are told")
+    assert rank.allreduce(np.ones(2), "after").tolist() == [3, 3]
+
+
+@on_ranks((2, 1), **STALLS)
+def test_a_rank_that_joins_behind_a_failure_stands_in_for_nothing_before(rank: Rank, gpu: Gpu) -> None:
+    """The others wait for what the rank has called itself; its failure cannot be told in the name's place any more."""
+    if rank.rank == 2:
+        own = OnGpu(rank, gpu)
+        gpu.is_broken = True
+        gpu.let_copies(0)
+        gpu.fail_staging(1)
+        submit(own, "allreduce", "x0", 100)
+        rank.context.start_join(0)
+        gpu.let_copies(-1)
+        rank.mark("has joined")
+        wait_for(lambda: rank.context.health() is not None)
+        own.close()
+        return
+    rank.await_mark("has joined")
+    with pytest.raises(GroupError, match=f"ended with {LOST} 'x0': {REASON}"):
+        rank.allreduce(np.ones(100, np.float32), "x0")
+
+
+def test_a_rank_that_leaves_behind_a_failure_ends_nothing(gpu: Gpu) -> None:
+    def body(rank: Rank) -> OnGpu | None:
+        if rank.rank != 2:
+            return None
+        own = OnGpu(rank, gpu)
+        gpu.is_broken = True
+        gpu.fail_staging(1)
+        submit(own, "allreduce", "x0", 100)
+        return own
+
+    group = Group((2, 1))
+    own = group.run(body)[2]
+    group.leave(2)
+    for other in group.contexts[:2]:
+        wait_for(lambda other=other: other.health() is not None)  # type: ignore[misc]
+        assert re.match(r"rank 2 \(.*\) has shut horo down", str(other.health()))
+    group.destroy()
+    assert own is not None
     own.close()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from device_group import Gpu, Nccl, OnGpu, on_gpu
 from ranks import Group, Rank, on_ranks, recorded_stderr, run_ranks, wait_for
-from test_nccl_teams import add_teams, begin, teams_of
+from test_nccl import add_teams, begin, teams_of
 
 from horo.bootstrap.nccl import choose_device
 from horo.errors import AbortedError, GroupError, HoroError, MismatchError, PeerLostError, ResourceError, UsageError
