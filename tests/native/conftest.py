@@ -36,6 +36,7 @@ def gpu(tmp_path: Path) -> Iterator[Gpu]:
     """A driver of its own for each test, which has nothing left at the end."""
     found = Gpu(build_double(CUDA, tmp_path, soname=f"double-cuda-{next(_names)}.so", DELAYS=20, DEVICES=8))
     yield found
+    found.close_streams()
     left = found.counts()
     del left["pinned_ever"]
     if found.is_broken:  # the driver may still call a function of horo's, so what that uses stays

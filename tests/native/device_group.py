@@ -24,6 +24,12 @@ class Gpu(Driver):
         super().__init__(path)
         self.path = path
         self.is_broken = False
+        self._streams: list[int] = []
+
+    def make_stream(self) -> int:
+        """One of the program's, until ``close_streams``."""
+        self._streams.append(super().make_stream())
+        return self._streams[-1]
 
     def put(self, array: np.ndarray) -> int:
         """The address of a copy on the device."""
@@ -54,12 +60,13 @@ class Gpu(Driver):
         """The call goes on, or fails with the code."""
         self.lib.double_resume(ctypes.byref(gate), code)
 
-    def close(self, stream: int) -> None:
-        self.lib.cuStreamDestroy_v2(ctypes.c_void_p(stream))
-
     def capture(self, stream: int, is_begun: bool) -> int:
         """Begins or ends to capture a graph; at the end, whether a call of others has spoiled it."""
         return int(self.lib.double_capture(ctypes.c_void_p(stream), int(is_begun)))
+
+    def close_streams(self) -> None:
+        for stream in self._streams:
+            self.lib.cuStreamDestroy_v2(ctypes.c_void_p(stream))
 
     def end(self) -> None:
         """Gives back its memory, unless a stream still has something to do. Nothing is called behind that."""
@@ -197,10 +204,6 @@ class OnGpu:
         data, _ = self.context.take_result(handle, 0)
         self.context.release(handle)
         return np.frombuffer(data, like.dtype)
-
-    def close(self) -> None:
-        if self.stream:
-            self.gpu.close(self.stream)
 
 
 def on_gpu(rank: Rank, gpu: Gpu, nccl: Nccl, **options: Any) -> OnGpu:

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -108,10 +109,6 @@ class Links:
         """
         with self._lock:
             return self._sockets_of.get(rank, set())
-
-
-def hosts_of(hosts: Sequence[int]) -> list[int]:
-    return [host for host, size in enumerate(hosts) for _ in range(size)]
 
 
 def rows_of(rows: int, size: int, place: int) -> slice:
@@ -372,20 +369,10 @@ class Group:
 
     def destroy_while(self, let_go: Callable[[], object]) -> None:
         """Shuts all ranks down, which wait for what ``let_go`` does meanwhile."""
-        failures: list[BaseException] = []
-
-        def destroy() -> None:
-            try:
-                self.destroy()
-            except BaseException as error:
-                failures.append(error)
-
-        leaving = threading.Thread(target=destroy)
-        leaving.start()
-        let_go()
-        leaving.join(60)
-        assert not leaving.is_alive()
-        assert failures == []
+        with ThreadPoolExecutor() as pool:
+            leaving = pool.submit(self.destroy)
+            let_go()
+            leaving.result(60)
 
     def __enter__(self) -> Group:
         return self

@@ -3,16 +3,16 @@
 A double of the driver stands for it, whose memory no processor may touch: one that does ends the process.
 """
 
-import ctypes
 import re
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 from device_group import Gpu, Nccl, OnGpu
-from ranks import SUM, Group, Rank, describe, on_ranks, recorded_stderr, wait_for
+from ranks import SUM, Group, Rank, describe, on_ranks, recorded_stderr, run_ranks, wait_for
 
 from horo.core import context
 from horo.core.libraries import copy_back
@@ -38,7 +38,6 @@ def test_values_are_taken_behind_the_programs_work_and_it_goes_on_behind_the_res
     again, _, _ = own.submit("allreduce", "barrier", np.zeros(1, np.float32), reduce_op=1)
     own.finish(again)
     gpu.synchronize(own.stream)
-    own.close()
     np.testing.assert_array_equal(gpu.get(source, array), np.full(length, rank.size * (rank.size - 1) / 2 + 0.5))
 
 
@@ -64,7 +63,6 @@ def test_bad_calls_are_refused_with_a_sentence_and_change_nothing(rank: Rank, gp
     with pytest.raises(UsageError, match="has no tensors on a GPU"):
         copy_back(own.context, handle, own.stream)
     np.testing.assert_array_equal(own.allreduce(array), array)
-    own.close()
 
 
 @pytest.mark.parametrize("way", ["staged", "nccl"])
@@ -100,7 +98,6 @@ def test_neither_values_nor_results_pass_a_stream_that_is_captured(rank: Rank, g
         own.finish(handle)
         gpu.synchronize(own.stream)
         np.testing.assert_array_equal(gpu.get(source, array), array * 2)
-    own.close()
 
 
 @on_ranks((2,))
@@ -118,24 +115,19 @@ def test_a_graph_that_is_captured_meanwhile_stays_whole(rank: Rank, gpu: Gpu) ->
     if rank.rank == 0:
         assert gpu.capture(captured, False) == 0
     rank.barrier()
-    own.close()
-    gpu.close(captured)
 
 
 def test_a_rank_that_leaves_while_values_are_on_their_way_waits_for_the_driver(gpu: Gpu) -> None:
     gates = []
 
-    def body(rank: Rank) -> OnGpu:
+    def body(rank: Rank) -> None:
         own = OnGpu(rank, gpu)
         gates.append(gpu.hold_stream(own.stream))
         own.submit("allreduce", "x", np.ones(4, np.float32), reduce_op=1)
-        return own
 
     group = Group((2,))
-    owners = group.run(body)
+    group.run(body)
     group.destroy_while(lambda: gpu.open(*gates))
-    for own in owners:
-        own.close()
 
 
 @on_ranks((2,))
@@ -156,7 +148,6 @@ def test_a_loss_ends_requests_whose_values_are_still_on_their_way(rank: Rank, gp
         own.context.release(handle)
         gpu.open(gate)
         gpu.synchronize(own.stream)
-    own.close()
 
 
 @on_ranks((1,))
@@ -171,32 +162,24 @@ def test_pinned_memory_is_used_again(rank: Rank, gpu: Gpu) -> None:
         for handle in handles:
             own.context.release(handle)
     assert gpu.counts()["pinned"] == 4
-    own.close()
 
 
-def leave_behind(gpu: Gpu, stream: int) -> ctypes.c_int:
-    """A rank alone, which has pinned memory, leaves while a stream of the program's stands still; returns the gate."""
+def test_what_the_default_stream_stands_in_front_of_goes_when_that_goes_on(gpu: Gpu) -> None:
+    """However long that takes, and with as little on the stream: a mark, whose event is the second."""
     gates = []
 
     def body(rank: Rank) -> None:
         own = OnGpu(rank, gpu)
         np.testing.assert_array_equal(own.allreduce(np.full(5, 3, np.int32), op="average"), [3] * 5)
         assert gpu.counts()["pinned"] == 1
-        own.close()
         gpu.await_program()
-        gates.append(gpu.hold_stream(stream))
+        gates.append(gpu.hold_stream(0))
 
-    with recorded_stderr(), Group((1,)) as group:
-        group.run(body)
-    return gates[0]
-
-
-def test_what_the_default_stream_stands_in_front_of_goes_when_that_goes_on(gpu: Gpu) -> None:
-    """However long that takes, and with as little on the stream: a mark, whose event is the second."""
-    gate = leave_behind(gpu, 0)
+    with recorded_stderr():
+        run_ranks(body, (1,))
     counts = gpu.counts()
     assert [counts[name] for name in ("pinned", "contexts", "events")] == [1, 1, 2]
-    gpu.open(gate)
+    gpu.open(*gates)
     wait_for(lambda: gpu.counts()["contexts"] == 0)
 
 
@@ -210,26 +193,16 @@ def test_a_staged_request_may_be_released_while_its_results_go_back(rank: Rank, 
     own = OnGpu(rank, gpu)
     handle, _, target = own.submit("allreduce", "x", THOUSAND, reduce_op=SUM)
     own.context.wait(handle)
-    failures = []
-
-    def take() -> None:
-        try:
-            copy_back(own.context, handle, own.stream)
-        except ResourceError as error:
-            failures.append(str(error))
-
     gate = gpu.pause()
-    taker = threading.Thread(target=take)
-    taker.start()
-    gpu.await_pause(gate)
-    own.context.release(handle)
-    gpu.resume(gate, code)
-    taker.join(60)
+    with ThreadPoolExecutor() as pool:
+        taken = pool.submit(copy_back, own.context, handle, own.stream)
+        gpu.await_pause(gate)
+        own.context.release(handle)
+        gpu.resume(gate, code)
+        with pytest.raises(ResourceError, match="cuStreamWaitEvent failed with code 1") if code else nullcontext():
+            taken.result(60)
     gpu.synchronize(own.stream)
     np.testing.assert_array_equal(gpu.get(target, THOUSAND), THOUSAND)
-    assert len(failures) == (code != 0)
-    assert all("cuStreamWaitEvent failed with code 1" in failure for failure in failures)
-    own.close()
 
 
 @on_ranks((1,))
@@ -238,27 +211,22 @@ def test_a_second_thread_that_takes_results_waits_for_the_first_to_begin_their_c
     other = gpu.make_stream()
     handle, _, target = own.submit("allreduce", "x", THOUSAND, reduce_op=context.REDUCE_OPS["average"], postscale=2.0)
     own.context.wait(handle)
-    found = []
 
-    def take_second() -> None:
+    def take_second() -> np.ndarray:
         copy_back(own.context, handle, other)
         gpu.synchronize(other)
-        found.append(gpu.get(target, THOUSAND))
+        return gpu.get(target, THOUSAND)
 
     gate = gpu.pause()
-    first = threading.Thread(target=copy_back, args=(own.context, handle, own.stream))
-    first.start()
-    gpu.await_pause(gate)
-    second = threading.Thread(target=take_second)
-    second.start()
-    second.join(0.3)  # by then it would have read what is not there yet
-    gpu.resume(gate)
-    first.join(60)
-    second.join(60)
-    np.testing.assert_array_equal(found, [2 * THOUSAND])
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(copy_back, own.context, handle, own.stream)
+        gpu.await_pause(gate)
+        second = pool.submit(take_second)
+        wait([second], 0.3)  # by then it would have read what is not there yet
+        gpu.resume(gate)
+        first.result(60)
+        np.testing.assert_array_equal(second.result(60), 2 * THOUSAND)
     own.context.release(handle)
-    gpu.close(other)
-    own.close()
 
 
 REASON = "the copy from the GPU failed with code 719: unspecified launch failure"
@@ -309,7 +277,6 @@ def test_all_ranks_are_told_of_each_request_whose_values_do_not_come(
         elif way == "submit":
             handles.append(submit(own, op, "x2", length, count, team=team))
         rank.await_mark("are told", timeout_s=30)
-        own.close()
     elif team == 0 or rank.rank == 1:
         arrays = [np.ones(length, np.float32)] * count
         names = ["x0", "x1", *(["x2"] if way == "submit" else [])]
@@ -333,7 +300,6 @@ def test_a_rank_that_joins_behind_a_failure_stands_in_for_nothing_before(rank: R
         gpu.let_copies(-1)
         rank.mark("has joined")
         wait_for(lambda: rank.context.health() is not None)
-        own.close()
         return
     rank.await_mark("has joined")
     with pytest.raises(GroupError, match=f"ended with {LOST} 'x0': {REASON}"):
@@ -341,21 +307,16 @@ def test_a_rank_that_joins_behind_a_failure_stands_in_for_nothing_before(rank: R
 
 
 def test_a_rank_that_leaves_behind_a_failure_ends_nothing(gpu: Gpu) -> None:
-    def body(rank: Rank) -> OnGpu | None:
-        if rank.rank != 2:
-            return None
+    def body(rank: Rank) -> None:
         own = OnGpu(rank, gpu)
         gpu.is_broken = True
         gpu.fail_staging(1)
         submit(own, "allreduce", "x0", 100)
-        return own
 
     group = Group((2, 1))
-    own = group.run(body)[2]
+    group.run(body, ranks=[2])
     group.leave(2)
     for other in group.contexts[:2]:
         wait_for(lambda other=other: other.health() is not None)  # type: ignore[misc]
         assert re.match(r"rank 2 \(.*\) has shut horo down", str(other.health()))
     group.destroy()
-    assert own is not None
-    own.close()

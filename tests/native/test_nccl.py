@@ -40,7 +40,6 @@ def test_nccl_takes_values_behind_the_programs_work_and_it_goes_on_behind_the_re
         np.testing.assert_array_equal(gpu.get(source, array), array)
         gpu.open(gate)
         gpu.synchronize(own.stream)
-        own.close()
         np.testing.assert_array_equal(gpu.get(source, array), np.full(length, size * (size - 1) / 2 + 0.5))
 
     run_ranks(body, hosts)
@@ -68,7 +67,6 @@ def test_every_reduction_of_every_dtype_of_nccl(rank: Rank, gpu: Gpu, nccl: Nccl
         values = own.allreduce(numbers[rank.rank].astype(name), name, op)
         tolerance = 2e-3 if name == "float16" and op == "average" else 1e-6
         np.testing.assert_allclose(values.astype(float), expected.astype(name), rtol=tolerance, err_msg=name)
-    own.close()
     rank.meet()
     assert nccl.counts()["launched"] == size * (3 if op == "average" else len(chosen))
 
@@ -82,7 +80,6 @@ def test_factors_are_one_premultiplied_sum(rank: Rank, gpu: Gpu, nccl: Nccl) -> 
     bits = np.array([0x3F80, 0x4000], np.int16)  # 1 and 2
     scaled = {"dtype": context.DTYPES["bfloat16"], "prescale": 0.5, "postscale": 3.0}
     assert own.allreduce(bits, "bfloat16", **scaled).view(np.uint16).tolist() == [0x40C0, 0x4140]  # 6 and 12
-    own.close()
     rank.meet()
     assert nccl.counts()["launched"] == 16
 
@@ -104,7 +101,6 @@ def test_a_batch_of_many_calls_is_one_launch(rank: Rank, gpu: Gpu, nccl: Nccl, o
         first = 0 if op == "allreduce" or rank.rank == 0 else rank.rank + 1
         gpu.synchronize(own.stream)
         assert gpu.get(target, output).tolist() == (mine * 3)[first : first + len(output)].tolist()
-    own.close()
     rank.meet()
     assert nccl.counts()["launched"] == CALLS * 3 * (3 if op == "reducescatter" else 1)
 
@@ -123,7 +119,6 @@ def test_broadcast_and_reducescatter(rank: Rank, gpu: Gpu, nccl: Nccl) -> None:
         wanted = np.array_split(mine * (size * (size + 1) / 2), size)[rank.rank]
         got = own.run("reducescatter", f"r{rows}", mine * (rank.rank + 1), np.zeros_like(wanted), reduce_op=SUM)
         np.testing.assert_array_equal(got, wanted)
-    own.close()
     assert gpu.counts()["pinned_ever"] == 0
 
 
@@ -165,7 +160,6 @@ def test_what_nccl_lacks_is_staged(
     if op in ("reducescatter", "alltoall"):  # each rank has a part
         expected = np.split(expected, 2)[rank.rank]
     np.testing.assert_array_equal(found, expected.astype(dtype))
-    own.close()
     rank.meet()
     assert nccl.counts()["launched"] == 0
     assert gpu.counts()["pinned_ever"] > 0
@@ -207,7 +201,6 @@ def test_launches_of_all_teams_come_in_one_order(rank: Rank, gpu: Gpu, nccl: Ncc
             own.finish(handle)
             gpu.synchronize(own.stream)
             assert gpu.get(source, ONES).tolist() == [total] * 5
-    own.close()
     rank.meet()
     assert nccl.counts()["launched"] == 8 * 3 * (3 + 3 * 2)
 
@@ -233,7 +226,6 @@ def test_the_communicator_of_a_set_that_is_removed_ends_in_order(gpu: Gpu, nccl:
                 assert gpu.get(source, ONES).tolist() == [size] * 5
             if step % 2 == 0:
                 wait_for(lambda step=step: nccl.counts()["destroys"] >= 6 * (step + 1))
-        own.close()
 
     run_ranks(body, hosts)
     assert (nccl.counts()["destroys"], nccl.counts()["aborts"]) == (4 * 6 + 3, 0)
@@ -274,7 +266,6 @@ def test_what_is_pending_on_a_gpu_that_is_late_has_a_bound(rank: Rank, gpu: Gpu,
     gpu.synchronize(own.stream)
     for _, source, size in begun:
         assert gpu.get(source, ONES).tolist() == [size] * 5
-    own.close()
     rank.meet()
     assert gpu.waits() == 0
 
@@ -298,6 +289,5 @@ def test_a_stall_for_lack_of_room_blames_no_other_rank(rank: Rank, gpu: Gpu, ncc
             own.context.wait(handle)
         own.context.release(handle)
     gpu.synchronize(own.stream)
-    own.close()
     rank.meet()
     assert "waiting for its own GPU in the middle of an operation" in written()

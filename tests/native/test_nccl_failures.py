@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -92,8 +93,6 @@ def test_death_as_nccl_connects(rank: Rank, gpu: Gpu, nccl: Nccl, *, victim: int
         on_gpu(rank, gpu, nccl) if own is None else own.add_team([0, 1])
     if rank.rank == victim:
         killing.join(60)
-    if own is not None:
-        own.close()
 
 
 @on_ranks((3,), (2, 1))
@@ -110,7 +109,6 @@ def test_a_set_that_nccl_does_not_connect_is_not_added(rank: Rank, gpu: Gpu, ncc
     team = own.add_team([0, 1])
     if rank.rank < 2:
         assert own.allreduce(ONES, "y", team=team).tolist() == [2.0] * 5
-    own.close()
     rank.meet()
     assert nccl.counts()["launched"] == 3 + 2
 
@@ -157,7 +155,6 @@ def test_a_failure_of_nccl_ends_the_group_with_its_words(
     gpu.synchronize(own.stream)
     with pytest.raises(PeerLostError, match=words):
         own.allreduce(ONES, "later")
-    own.close()
 
 
 def before_it_has_a_tensor(rank: Rank, own: OnGpu, nccl: Nccl, victim: int, mine: list[tuple[int, int]]) -> list[int]:
@@ -215,7 +212,6 @@ def test_rank_dies(gpu: Gpu, nccl: Nccl, hosts: tuple[int, ...], victim: int, un
             own.context.release(handle)
         with pytest.raises(PeerLostError, match="gone|this rank" if rank.rank == victim else f"^rank {victim} "):
             own.allreduce(ONES, "later")
-        own.close()
 
     with recorded_stderr():
         run_ranks(body, hosts)
@@ -227,29 +223,24 @@ def test_a_rank_that_leaves_waits_for_its_gpu(gpu: Gpu, nccl: Nccl, is_told_behi
     """Also where its thread looks after the GPU, and the group has ended in order, when it is told to leave."""
     gates = []
 
-    def body(rank: Rank) -> OnGpu:
+    def body(rank: Rank) -> None:
         own = on_gpu(rank, gpu, nccl)
         gates.append(gpu.hold_stream(own.stream))
         own.finish(begin(own, "x")[0])
-        return own
 
     group = Group((2,))
-    owners = group.run(body)
+    group.run(body)
     if is_told_behind:
-        first = threading.Thread(target=group.leave, args=(0,))
-        first.start()
-        wait_for(lambda: group.contexts[1].health() is not None)
-        second = threading.Thread(target=group.leave, args=(1,))
-        second.start()
-        gpu.open(*gates)
-        for leaving in (first, second):
-            leaving.join(60)
-            assert not leaving.is_alive()
+        with ThreadPoolExecutor() as pool:
+            first = pool.submit(group.leave, 0)
+            wait_for(lambda: group.contexts[1].health() is not None)
+            second = pool.submit(group.leave, 1)
+            gpu.open(*gates)
+            first.result(60)
+            second.result(60)
     else:
         group.destroy_while(lambda: gpu.open(*gates))
     assert (nccl.counts()["destroys"], nccl.counts()["aborts"]) == (2, 0)
-    for own in owners:
-        own.close()
 
 
 @pytest.mark.parametrize("members", [[0, 1], [0, 1, 2]], ids=["set", "all"])
@@ -279,7 +270,6 @@ def test_a_rank_that_leaves_tells_which_work_it_ends(gpu: Gpu, nccl: Nccl, membe
             assert written().count(told) == (member in members)
     for own in owners:
         gpu.synchronize(own.stream)
-        own.close()
 
 
 @pytest.mark.parametrize("hosts", [(2,), (1, 1)], ids=str)
@@ -289,7 +279,6 @@ def test_a_rank_that_leaves_long_before_others_has_lost_nothing(gpu: Gpu, nccl: 
     def body(rank: Rank) -> None:
         own = on_gpu(rank, gpu, nccl)
         assert own.allreduce(ONES, "first").tolist() == [2.0] * 5
-        own.close()
 
     with recorded_stderr() as written:
         for _ in range(2):
