@@ -1,7 +1,5 @@
 """Libraries for GPUs are found where they are, and of each that is of no use the reason is told."""
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from doubles import CUDA, NCCL, build_double
+from ranks import run_script
 
 
 class Found(NamedTuple):
@@ -129,7 +128,5 @@ for paths in (["", other], [""], [other]):
 def test_what_is_in_the_process_already_is_taken_where_that_is_wanted(tmp_path: Path) -> None:
     loaded = build_double(NCCL, tmp_path / "loaded", VERSION=22222)
     other = build_double(NCCL, tmp_path / "other")
-    # In a process of its own, which keeps that library.
-    words = [sys.executable, "-c", LOADED_FIRST, str(loaded), str(other)]
-    done = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, check=False, timeout=120)
-    assert done.stdout.splitlines() == [f"NCCL 2.22.22 {loaded}"] * 2 + [f"NCCL 2.23.4 {other}"], done.stderr
+    said = run_script(LOADED_FIRST, loaded, other)  # in a process of its own, which keeps that library
+    assert said.splitlines() == [f"NCCL 2.22.22 {loaded}"] * 2 + [f"NCCL 2.23.4 {other}"]

@@ -151,8 +151,23 @@ def test_a_mismatch_names_tensor_ranks_and_values_and_the_job_goes_on(
     run(one)
 
 
+REFUSED_OPS: list[tuple[str, Any, str, dict[str, float], str]] = [
+    ("reducescatter", np.float64, "adasum", {}, "op Adasum is offered by allreduce only"),
+    ("allreduce", np.bool_, "average", {}, "this op is not offered for bool"),
+    ("allreduce", np.float32, "band", {}, "this op is not offered for float32; bits are those of"),
+    ("allreduce", np.int32, "bxor", {"postscale": 2.0}, "bits cannot be scaled"),
+    *(
+        ("allreduce", dtype, op, {}, f"this op is not offered for {name}; complex numbers can be reduced with Sum, Av")
+        for name, dtype in NUMPY_OF_COMPLEX.items()
+        for op in ("min", "max", "adasum")
+    ),
+    ("reducescatter", np.complex64, "min", {}, "this op is not offered for complex64"),
+]
+
+
 @on_ranks([2])
 def test_bad_calls_are_refused_where_they_are_made(rank: Rank) -> None:
+    """Among them ops that have no meaning for a dtype, and a name that is in flight."""
     if rank.rank == 1:
         with pytest.raises(UsageError, match=r"broadcast 'b': root rank 7 does not exist; ranks are 0 to 1"):
             rank.broadcast(np.ones(3), 7)
@@ -171,44 +186,17 @@ def test_bad_calls_are_refused_where_they_are_made(rank: Rank) -> None:
             rank.submit("barrier", "n" * 2000, [])
         with pytest.raises(UsageError, match="Handle 99 was not created or has been cleared"):
             rank.context.poll(99)
-    rank.barrier()
-
-
-REFUSED_OPS: list[tuple[str, Any, str, dict[str, float], str]] = [
-    ("reducescatter", np.float64, "adasum", {}, "op Adasum is offered by allreduce only"),
-    ("allreduce", np.bool_, "average", {}, "this op is not offered for bool"),
-    ("allreduce", np.float32, "band", {}, "this op is not offered for float32; bits are those of"),
-    ("allreduce", np.int32, "bxor", {"postscale": 2.0}, "bits cannot be scaled"),
-    *(
-        ("allreduce", dtype, op, {}, f"this op is not offered for {name}; complex numbers can be reduced with Sum, Av")
-        for name, dtype in NUMPY_OF_COMPLEX.items()
-        for op in ("min", "max", "adasum")
-    ),
-    ("reducescatter", np.complex64, "min", {}, "this op is not offered for complex64"),
-]
-
-
-@on_ranks([1])
-def test_an_op_that_has_no_meaning_for_a_dtype_is_refused(rank: Rank) -> None:
-    for kind, dtype, op, factors, said in REFUSED_OPS:
-        array, reduce_op = np.ones(4, dtype), _core.REDUCE_OPS[op]
-        with pytest.raises(UnsupportedError, match=f"{kind} 'x': {said}"):
-            rank.submit(kind, "x", [array], outputs=[array.copy()], reduce_op=reduce_op, **factors)
-
-
-@on_ranks([2])
-def test_a_name_may_be_in_flight_once(rank: Rank) -> None:
-    if rank.rank == 0:
+        for kind, dtype, op, factors, said in REFUSED_OPS:
+            array, reduce_op = np.ones(4, dtype), _core.REDUCE_OPS[op]
+            with pytest.raises(UnsupportedError, match=f"{kind} 'x': {said}"):
+                rank.submit(kind, "x", [array], outputs=[array.copy()], reduce_op=reduce_op, **factors)
         first = rank.submit("allreduce", "twice", [np.ones(3)], reduce_op=1)
         with pytest.raises(UsageError, match="'twice': a tensor of this name is being processed already"):
             rank.submit("allreduce", "twice", [np.ones(3)], reduce_op=1)
         with pytest.raises(UsageError, match="still running"):
             rank.context.release(first)
-        rank.barrier()
-        rank.finish(first)
-    else:
-        rank.barrier()
-        rank.allreduce(np.ones(3), "twice")
+    rank.barrier()
+    rank.finish(first) if rank.rank == 1 else rank.allreduce(np.ones(3), "twice")
 
 
 @pytest.mark.parametrize(("hosts", "victim"), [([1, 1], 1), ([1, 1, 1], 0), ([2, 2], 2), ([1, 2], 0)], ids=str)

@@ -70,6 +70,11 @@ def test_a_complex_number_of_a_joined_rank_multiplies_by_the_formula(rank: Rank)
 
 @on_ranks([2])
 def test_a_rank_that_has_joined_can_submit_nothing(rank: Rank) -> None:
+    """Before that, it can submit all but under the name of joining."""
+    with pytest.raises(UsageError, match="is the name of joining"):
+        rank.submit("allreduce", "join.noname", [np.ones(1)], reduce_op=SUM)
+    with pytest.raises(UsageError, match="does not exist"):
+        rank.context.start_join(3)
     handle = joins_first(rank, 1)
     if handle is not None:
         with pytest.raises(UsageError, match="'x': rank 0 has joined"):
@@ -84,14 +89,6 @@ def test_a_rank_that_has_joined_can_submit_nothing(rank: Rank) -> None:
     end_join(rank, handle)
     assert rank.allreduce(np.ones(2))[0] == 2.0
     assert rank.context.joined_last(rank.submit("barrier", "no join", [])) < 0
-
-
-@on_ranks([1])
-def test_the_name_of_joining_is_taken(rank: Rank) -> None:
-    with pytest.raises(UsageError, match="is the name of joining"):
-        rank.submit("allreduce", "join.noname", [np.ones(1)], reduce_op=SUM)
-    with pytest.raises(UsageError, match="does not exist"):
-        rank.context.start_join(3)
 
 
 @on_ranks([2])

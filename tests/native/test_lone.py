@@ -314,19 +314,16 @@ def test_a_lone_small_tensor_needs_no_link_for_data(rank: Rank, count: int) -> N
         wanted = rank.size * (np.arange(count) + step) + rank.size * (rank.size - 1) / 2
         assert (array == wanted).all()
     assert link_bytes(rank) == before
-
-
-@on_ranks([1, 1])
-def test_what_is_too_large_travels_by_itself(rank: Rank) -> None:
-    warm_up(rank, "x", np.ones(LIMIT // 4 + 1, np.float32))
-    before = link_bytes(rank)
-    assert (rank.allreduce(np.ones(LIMIT // 4 + 1, np.float32), "x") == rank.size).all()
-    assert link_bytes(rank) > before
+    if rank.size == 2:  # each has a link
+        warm_up(rank, "large", np.ones(LIMIT // 4 + 1, np.float32))
+        before = link_bytes(rank)
+        assert (rank.allreduce(np.ones(LIMIT // 4 + 1, np.float32), "large") == rank.size).all()
+        assert link_bytes(rank) > before
 
 
 @pytest.mark.parametrize("busy", [0, 1])
 @on_ranks([1, 1], [2, 1], [1, 1, 1])
-def test_data_that_only_some_carry_is_dropped(rank: Rank, busy: int) -> None:
+def test_data_that_only_some_carry_or_of_a_round_that_failed_is_dropped(rank: Rank, busy: int) -> None:
     """One rank has another operation under way when it comes to the small one, in every second step."""
     warm_up(rank, "x", np.ones(5, np.float32))
     for step in range(60):
@@ -337,15 +334,9 @@ def test_data_that_only_some_carry_is_dropped(rank: Rank, busy: int) -> None:
         rank.finish(*[rank.submit("allreduce", name, [value], reduce_op=SUM) for name, value in calls])
         assert (array == rank.size * step + rank.size * (rank.size - 1) / 2).all()
         assert (other == step * (rank.size if step % 2 else 1)).all()
-
-
-@pytest.mark.parametrize("differs", [0, 1])
-@on_ranks([1, 1], [2, 1], [1, 1, 1])
-def test_data_of_a_round_that_failed_is_not_used_in_the_next(rank: Rank, differs: int) -> None:
-    warm_up(rank, "x", np.ones(5, np.float32))
     for step in range(30):
         with pytest.raises(MismatchError, match="'x'"):
-            rank.allreduce(np.full(6 if rank.rank == differs else 5, 100 + step, np.float32), "x")
+            rank.allreduce(np.full(6 if rank.rank == busy else 5, 100 + step, np.float32), "x")
         assert (rank.allreduce(np.full(5, step, np.float32), "x") == rank.size * step).all()
 
 

@@ -6,8 +6,6 @@ import errno
 import os
 import random
 import re
-import subprocess
-import sys
 import threading
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -491,8 +489,4 @@ def test_nothing_happens_while_a_receive_waits() -> None:
 def test_memory_that_cannot_be_read_goes_by_the_ring(tmp_path: Path, defines: dict[str, int]) -> None:
     double = build_double("libpeer_memory.so", tmp_path, **defines)
     script = "from test_pairs import Schedule, run_ranks; run_ranks(Schedule(1, 3).run, [3], direct_bytes=1)"
-    paths = os.pathsep.join(str(folder) for folder in Path(__file__).parents[:2])
-    environment = {**os.environ, "LD_PRELOAD": str(double), "PYTHONPATH": paths}
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_script(script, LD_PRELOAD=str(double))

@@ -334,21 +334,19 @@ def test_ranks_that_wait_in_different_teams_are_told(rank: Rank) -> None:
 
 @on_ranks([2], [2, 2], [1, 1, 1])
 def test_a_rank_that_computes_is_waited_for(rank: Rank, watch: Watch) -> None:
+    """Also by a receive, and where it has submitted something else before."""
     rank.barrier("before")
+    array = np.ones(3)
     if rank.rank == 1:
         watch.await_more(0, 5)
-    rank.barrier("other")
-
-
-@on_ranks([2])
-def test_a_rank_whose_request_is_not_waited_for_is_waited_for(rank: Rank, watch: Watch) -> None:
-    """It has submitted something else and computes; then it waits, and both can go on."""
-    if rank.rank == 1:
+        rank.finish(rank.send(array, 0), rank.receive(array, 0))
         handle = rank.submit("barrier", "b", [])
         watch.await_more(0, 4)
         rank.barrier("a")
         rank.finish(handle)
         return
+    if rank.rank == 0:
+        rank.finish(rank.receive(array, 1), rank.send(array, 1))
     rank.barrier("a")
     rank.barrier("b")
 
@@ -431,13 +429,3 @@ def test_sends_and_receives_that_never_meet_are_told(rank: Rank, call: str) -> N
     for r in range(rank.size):
         waited = "all" if call == "barrier" and r == 0 else f"{verb} rank {(r + 1) % rank.size}, tag 0"
         assert re.search(rf"rank {r}( waits)? for '{waited}' \(\w+\.py:\d+\)", text), text
-
-
-@on_ranks([2], [1, 1])
-def test_a_send_that_comes_late_is_waited_for(rank: Rank, watch: Watch) -> None:
-    array = np.ones(3)
-    if rank.rank == 1:
-        watch.await_more(0, 5)
-        rank.finish(rank.send(array, 0), rank.receive(array, 0))
-    else:
-        rank.finish(rank.receive(array, 1), rank.send(array, 1))

@@ -66,22 +66,6 @@ def test_there_are_at_most_64_teams(rank: Rank) -> None:
     rank.allreduce(np.ones(4, np.float32), team=17 + 256)
 
 
-@on_ranks([2])
-def test_ranks_that_ask_for_different_teams_hear_it_and_go_on(rank: Rank) -> None:
-    with pytest.raises(MismatchError, match=r"rank 0 .* calls add_process_set for .* \[0, 1\], rank 1 .*\[1\]"):
-        rank.context.add_team([1] if rank.rank == 1 else [0, 1])
-    first, second = rank.context.add_team([0, 1]), rank.context.add_team([0, 1])
-    with pytest.raises(MismatchError, match=r"calls remove_process_set for process set 1, rank 1 .* set 2;"):
-        rank.context.remove_team(second if rank.rank == 1 else first)
-    with pytest.raises(MismatchError, match=r"0 .* remove_process_set for process set 1, rank 1 .* add_pr"):
-        rank.context.remove_team(first) if rank.rank == 0 else rank.context.add_team([0, 1])
-    for team in (0, first, second):
-        assert (rank.allreduce(np.ones(5, np.float32), team=team) == 2).all()
-    rank.context.remove_team(first)
-    with pytest.raises(UsageError, match="process set 1 has been removed"):
-        rank.allreduce(np.ones(5, np.float32), team=first)
-
-
 BAD = [
     ([], "a process set of 0 ranks is impossible"),
     ([0, 1, 2], "a process set of 3 ranks is impossible in a job of 2"),
@@ -93,11 +77,23 @@ BAD = [
 
 
 @on_ranks([2])
-def test_impossible_teams_are_refused_before_anybody_hears_of_them(rank: Rank) -> None:
+def test_impossible_teams_are_refused_and_ranks_that_ask_for_different_ones_go_on(rank: Rank) -> None:
     for ranks, text in BAD:
         with pytest.raises(UsageError, match=text):
             rank.context.add_team(ranks)
-    assert rank.context.add_team([0, 1]) == 1
+    with pytest.raises(MismatchError, match=r"rank 0 .* calls add_process_set for .* \[0, 1\], rank 1 .*\[1\]"):
+        rank.context.add_team([1] if rank.rank == 1 else [0, 1])
+    first, second = rank.context.add_team([0, 1]), rank.context.add_team([0, 1])
+    assert (first, second) == (1, 2)
+    with pytest.raises(MismatchError, match=r"calls remove_process_set for process set 1, rank 1 .* set 2;"):
+        rank.context.remove_team(second if rank.rank == 1 else first)
+    with pytest.raises(MismatchError, match=r"0 .* remove_process_set for process set 1, rank 1 .* add_pr"):
+        rank.context.remove_team(first) if rank.rank == 0 else rank.context.add_team([0, 1])
+    for team in (0, first, second):
+        assert (rank.allreduce(np.ones(5, np.float32), team=team) == 2).all()
+    rank.context.remove_team(first)
+    with pytest.raises(UsageError, match="process set 1 has been removed"):
+        rank.allreduce(np.ones(5, np.float32), team=first)
 
 
 @on_ranks([3])
