@@ -1,51 +1,29 @@
-"""Two hosts: training is that of one process, a lost host is detected, and stopped ranks go on."""
+"""Two hosts: a lost host is detected, stopped ranks go on, and another user of a host learns and stops nothing."""
 
+import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
-from jobs import TORCH_S, Flags, wait_until
-from namespaces import Cluster, ClusterHost
+from jobs import TORCH_S, Flags, Launched, wait_until
+from namespaces import Cluster
 from plain_ranks import PlainRanks
-
-ROOT = Path(__file__).parents[2]
-DIGITS = [sys.executable, str(ROOT / "examples" / "digits.py"), "--epochs", "2"]
-
-
-def results(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.startswith(("epoch", "test accuracy"))]
-
-
-@pytest.mark.timeout(800)
-def test_training_on_two_hosts_gives_lines_of_one_process(cluster: Cluster) -> None:
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads that spin for each other take minutes on a busy machine
-    alone = subprocess.run(DIGITS, env=environ, capture_output=True, text=True, check=True, timeout=4 * TORCH_S)
-    where = ",".join(f"{host.name}:2" for host in cluster.hosts)
-    done = cluster.start("-np", "4", "--no-prefix", *DIGITS, where=where).finish(4 * TORCH_S)
-    assert done.returncode == 0, done.stderr
-    assert results(done.stdout) == results(alone.stdout)
-    assert len(results(done.stdout)) == 3
-
-
-def on_both(cluster: Cluster, folder: Path, hosts: str, environment: dict[str, str] | None = None) -> PlainRanks:
-    """Ranks whose hosts ``a`` and ``b`` are those of the cluster."""
-
-    def entry(host: ClusterHost) -> Callable[[Sequence[str]], list[str]]:
-        return lambda argv: cluster.on(host, argv)
-
-    enter = {label: entry(host) for label, host in zip("ab", cluster.hosts, strict=True)}
-    return PlainRanks(folder, hosts, environment or {}, enter=enter, serve_at=cluster.hosts[0].address)
+from slurm import Slurm
 
 
 @pytest.mark.parametrize("busy", [True, False], ids=["in transfers", "waiting"])
 def test_a_host_that_is_cut_off_is_lost_to_both_sides(cluster: Cluster, tmp_path: Path, busy: bool) -> None:
-    with on_both(cluster, tmp_path, "aabb", {"HORO_PEER_TIMEOUT": "3"}) as ranks:
+    enter = {label: partial(cluster.on, host) for label, host in zip("ab", cluster.hosts, strict=True)}
+    at = cluster.hosts[0].address
+    with PlainRanks(tmp_path, "aabb", {"HORO_PEER_TIMEOUT": "3"}, enter=enter, serve_at=at) as ranks:
         ranks.all("start")
         ranks.all("allreduce", "x")
         if busy:
@@ -118,3 +96,89 @@ def test_ranks_that_are_stopped_for_longer_than_the_peer_timeout_go_on(narrow: C
     wait_until(has_ended_or_gone_on, "both make sums again", deadline_s=TORCH_S)
     job.process.terminate()
     assert job.finish().returncode == 143
+
+
+INTRUDER = Path(__file__).parents[1] / "intruder.py"
+RANK = """
+import os, pathlib, sys, time
+
+folder = pathlib.Path(sys.argv[1])
+rank = os.environ.get("SLURM_PROCID") or os.environ["HOROVOD_RANK"]
+(folder / f"up.{rank}").touch()
+deadline = time.monotonic() + 60
+while not (folder / f"go.{rank}").exists():
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+
+from horo.bootstrap.job import start
+
+job = start()
+(folder / f"secret.{rank}").write_text(job.directory.secret.hex())
+job.close()
+"""
+
+Break = Callable[..., None]
+pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+
+
+@pytest.fixture
+def intrude(flags: Flags) -> Iterator[Break]:
+    """Lets the intruder into the first host of a cluster; returns once he watches the ports."""
+    with ExitStack() as ends:
+
+        def enter(cluster: Cluster, *words: str) -> None:
+            command = [sys.executable, str(INTRUDER), str(flags.folder / "report"), *words]
+            launched: Launched = cluster.start_on(cluster.hosts[0], command)
+            ends.callback(launched.kill)
+            assert launched.process.stdout is not None
+            assert launched.process.stdout.readline() == b"ready\n"
+
+        yield enter
+
+
+def findings(flags: Flags) -> dict[str, Any]:
+    """The intruder's report."""
+    wait_until(lambda: flags.read("report").endswith("}"), "the intruder has reported", deadline_s=TORCH_S)
+    found: dict[str, Any] = json.loads(flags.read("report"))
+    return found
+
+
+def check(found: dict[str, Any], flags: Flags) -> None:
+    assert found["ports"]
+    assert found["connections"] >= 4
+    assert not found["decoded"]
+    assert found["environments"] == []
+    secret = flags.read("secret.0")
+    assert len(secret) == 64
+    assert flags.read("secret.1") == secret
+    assert not any(secret in command for command in found["commands"])
+
+
+def test_another_user_learns_and_stops_nothing_under_ssh(cluster: Cluster, flags: Flags, intrude: Break) -> None:
+    intrude(cluster, "1024-65535")
+    a, b = cluster.hosts
+    job = cluster.start("-np", "2", "--", sys.executable, "-c", RANK, str(flags.folder), where=f"{a.name}:1,{b.name}:1")
+    flags.wait(["up.0", "up.1"])
+    found = findings(flags)
+    for rank in range(2):
+        (flags.folder / f"go.{rank}").touch()
+    done = job.finish()
+    assert done.returncode == 0, done.stderr
+    check(found, flags)
+
+
+def test_another_user_learns_and_stops_nothing_under_slurm(slurm: Slurm, flags: Flags, intrude: Break) -> None:
+    """He comes when rank 0 already waits for the other one, which does not come before he is done."""
+    job = slurm.start(
+        "srun", "--ntasks=2", "--ntasks-per-node=1", sys.executable, "-c", RANK, str(flags.folder)
+    )  # fmt: skip
+    flags.wait(["up.0", "up.1"])
+    intrude(slurm.cluster, "10000-31999", "munge")
+    (flags.folder / "go.0").touch()
+    found = findings(flags)
+    (flags.folder / "go.1").touch()
+    done = job.finish()
+    assert done.returncode == 0, done.stderr
+    check(found, flags)
+    assert found["credentials"] >= 1
+    assert found["decodes"], "the intruder cannot decode his own credentials either"
