@@ -28,8 +28,7 @@ def some_of(
         return spread([(name, set()) for name, _ in cases], SEEDS)
     if not sanitizer:
         return pairwise([(name, by_row(params, rows)) for name, params in cases])
-    same = alike(sanitizer)
-    values = [(name, {n: same_layout(n, v) or id(v) for n, v in p.items() if n not in same}) for name, p in cases]
+    values = [(name, {n: same_layout(n, v) or id(v) for n, v in p.items() if n != "seed"}) for name, p in cases]
     most = SEEDS if "seed" in cases[0][1] else CASES_UNDER_A_SANITIZER
     return spread([(name, set(each.items())) for name, each in values], most, sanitizer)
 
@@ -53,13 +52,6 @@ def pairwise(cases: Sequence[tuple[str, Mapping[str, Hashable]]]) -> set[str]:
         return {name for name, _ in cases}
     together = min(2, len(values) - 1)
     return spread([(name, set(combinations(params.items(), together))) for name, params in cases], CASES)
-
-
-def alike(sanitizer: str) -> set[str]:
-    """Parameters of which any value is as good as another: the seeds; and where only races are looked for, lengths
-    around a bound.
-    """
-    return {"seed"} | ({"edge", "extra"} if sanitizer == "thread" else set())
 
 
 def same_layout(name: str, value: object) -> Hashable:

@@ -1,4 +1,4 @@
-"""Files of others: what they plant is neither written to nor run where hororun is called; no ``repr`` has a secret."""
+"""What others plant or change is neither written to, nor run, nor unpickled; and no ``repr`` has a secret."""
 
 import ctypes
 import dataclasses
@@ -9,16 +9,22 @@ import os
 import pkgutil
 import re
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import cloudpickle
 import pytest
 from fabric import make_setups
 from jobs import Hororun, run_python
+from rank_pool import RankPool, on
 
 import horo.bootstrap
 import horo.runner
+import horo.torch as hvd
 from horo.bootstrap.auth.handshake import Acceptor, Claim, HandshakeResult, Purpose
 from horo.bootstrap.launchers.slurm_store import _StoreInfo
 from horo.bootstrap.net.addresses import Endpoint
@@ -26,11 +32,13 @@ from horo.bootstrap.net.dial import _Attempt
 from horo.bootstrap.tuned_values import check_log
 from horo.config.table import read_config
 from horo.core.context import Context
-from horo.errors import UsageError
+from horo.errors import MismatchError, UsageError
 from horo.runner.agent.protocol import Kind, Message
 from horo.runner.job.external_launcher import _Plan
 from horo.runner.job.rank_files import RankFiles
 from horo.timeline import TimelineError, merge
+from horo.torch.engine import runtime
+from horo.torch.functions import object_mac
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
@@ -58,21 +66,18 @@ PLANTED: dict[str, tuple[Callable[[Path, Path], object], str]] = {
 }
 
 
-def test_a_folder_behind_a_symbolic_link_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_others_can_write_to_or_have_linked_is_refused(tmp_path: Path) -> None:
     folder, _ = prepare(tmp_path)
+    for mode in (0o775, 0o1777):
+        folder.chmod(mode)
+        with pytest.raises(OSError, match="others can write to it; 'chmod go-w' it"):
+            open_files(tmp_path)
+    folder.chmod(0o755)
     folder.rename(tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="it is a symbolic link"):
         open_files(tmp_path)
     assert list((tmp_path / "elsewhere").iterdir()) == []
-
-
-@pytest.mark.parametrize("mode", [0o775, 0o1777])
-def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, mode: int) -> None:
-    folder, _ = prepare(tmp_path)
-    folder.chmod(mode)
-    with pytest.raises(OSError, match="others can write to it; 'chmod go-w' it"):
-        open_files(tmp_path)
 
 
 @needs_root
@@ -137,6 +142,10 @@ def test_no_file_that_horo_writes_is_one_that_others_planted(tmp_path: Path, wri
         if reader is not None:
             os.close(reader)
     assert secret.read_bytes() == b"12345"
+    own = tmp_path / "own"  # an earlier file, which is replaced
+    own.write_bytes(b"[" * 1_000_000)
+    write(own)
+    assert len(own.read_bytes()) < 10_000
 
 
 @needs_root
@@ -165,14 +174,6 @@ def test_new_files_are_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         thread.submit(write_as_on_nfs).result()
     assert Path("out").stat().st_uid == NOBODY
     assert Path("out").read_bytes().startswith(b"[")
-
-
-@pytest.mark.parametrize("write", WRITERS)
-def test_an_earlier_file_is_replaced(tmp_path: Path, write: Callable[[Path], None]) -> None:
-    out = tmp_path / "out"
-    out.write_bytes(b"[" * 1_000_000)
-    write(out)
-    assert len(out.read_bytes()) < 10_000
 
 
 def test_hororun_says_which_file_it_is_and_what_to_do(tmp_path: Path) -> None:
@@ -272,3 +273,104 @@ def test_no_field_that_is_named_for_a_secret_is_in_a_repr() -> None:
     secret = re.compile(r".*\.(\w*secret|\w+_key|key|environment|token)")
     # of Variable: whether a variable is one; of Option: its key in a configuration file
     assert {name for name in shown if secret.fullmatch(name)} - {"Variable.secret", "Option.key"} == set()
+
+
+@pytest.fixture(scope="module")
+def ranks2() -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+class Evil:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (self.path,)
+
+
+OPERATIONS = ["broadcast", "allgather"]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("attack", ["replaced", "without-mac", "replayed", "replayed-with-headers", "of-another-rank"])
+def test_a_changed_object_is_not_unpickled(ranks2: RankPool, tmp_path: Path, operation: str, attack: str) -> None:
+    """What rank 0 has pickled is replaced behind its seal, as by somebody on the link."""
+    ran = str(tmp_path / "ran")
+
+    def check() -> None:
+        real, real_init = object_mac.ObjectKey.seal, object_mac.ObjectKey.__init__
+        evil = b"\0" + cloudpickle.dumps(Evil(ran))
+        seals: list[bytes] = []
+        earlier: list[bytes] = []
+        objects = [(rank, bytes(1000)) for rank in range(2)]  # longer than the evil one
+        whole = objects[0] if operation == "broadcast" else objects
+
+        def run() -> object:
+            if operation == "broadcast":
+                return hvd.broadcast_object(objects[hvd.rank()], root_rank=0, name="x")
+            return hvd.allgather_object(objects[hvd.rank()], name="x")
+
+        def note(self: object_mac.ObjectKey, rank: int, data: bytes) -> bytes:
+            seals.append(real(self, rank, data))
+            return seals[-1]
+
+        def note_headers(self: object_mac.ObjectKey, *arguments: Any, headers: bytes, **more: Any) -> None:
+            earlier.append(headers)
+            real_init(self, *arguments, headers=headers, **more)
+
+        def tamper(self: object_mac.ObjectKey, rank: int, data: bytes) -> bytes:
+            if hvd.rank() != 0:
+                return real(self, rank, data)
+            return {
+                "replaced": lambda: real(self, rank, data)[:32] + evil,
+                "without-mac": lambda: evil,
+                "replayed": lambda: seals[0],
+                "replayed-with-headers": lambda: seals[0],
+                "of-another-rank": lambda: real(self, 1 - rank, evil),
+            }[attack]().ljust(32 + len(data), b"\0")
+
+        def tamper_headers(self: object_mac.ObjectKey, *arguments: Any, headers: bytes, **more: Any) -> None:
+            if attack == "replayed-with-headers" and hvd.rank() == 1:
+                headers = earlier[0]
+            real_init(self, *arguments, headers=headers, **more)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(object_mac.ObjectKey, "seal", note)
+            patch.setattr(object_mac.ObjectKey, "__init__", note_headers)
+            assert run() == whole
+            patch.setattr(object_mac.ObjectKey, "seal", tamper)
+            patch.setattr(object_mac.ObjectKey, "__init__", tamper_headers)
+            if operation == "broadcast" and hvd.rank() == 0:
+                assert run() == whole
+            else:
+                with pytest.raises(MismatchError, match="the object of rank 0 was not sent by it for this call"):
+                    run()
+        assert run() == whole
+
+    ranks2.run(check)
+    assert not Path(ran).exists()
+
+
+@on("ranks2")
+def test_calls_without_a_name_and_with_the_name_none_are_not_the_same() -> None:
+    """Two threads call in another order on each rank."""
+    found: dict[str | None, object] = {}
+
+    def call(name: str | None) -> None:
+        found[name] = hvd.allgather_object((name, hvd.rank()), name=name)
+
+    names: list[str | None] = [None, "None"]
+    threads = [threading.Thread(target=call, args=(name,)) for name in names[:: 1 if hvd.rank() == 0 else -1]]
+    threads[0].start()
+    deadline = time.monotonic() + 60
+    while not runtime.current().requests:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    hvd.barrier()
+    threads[1].start()
+    for thread in threads:
+        thread.join(60)
+    assert found == {name: [(name, 0), (name, 1)] for name in names}

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from jobs import run_python, wait_until
@@ -131,64 +132,51 @@ def test_the_address_that_was_dialed_is_proven(address: str) -> None:
 
 
 LIMIT = 64
-FULL_SERVER = """
-    import resource, sys
+SERVER = """
+    import os, resource, sys
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
     from horo.bootstrap.store.server import StoreServer
 
-    told = lambda sentence: print(sentence, flush=True)
-    with StoreServer(["127.0.0.1"], bytes(range(32)), on_refused=told) as server:
+    told = lambda sentence: print(sentence, file=sys.stderr, flush=True)
+    with StoreServer(["127.0.0.1"], bytes(range(32)), handshake_timeout_s=600, on_refused=told) as server:
         print(server.endpoints[0].port, flush=True)
         sys.stdin.readline()
-"""
-SERVER = """
-    import os, resource, sys
-    resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[1])))
-    from horo.bootstrap.store.server import StoreServer
-
-    with StoreServer(["127.0.0.1"], bytes(range(32)), handshake_timeout_s=600) as server:
-        print(server.endpoints[0].port, flush=True)
-        sys.stdin.readline()
-        opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(int(sys.argv[1]) // 2)]
+        opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(32)]
         print(server._listener.half_open_count, flush=True)
         sys.stdin.readline()
 """
 
 
-def test_strangers_do_not_use_up_the_descriptors() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(SERVER), str(LIMIT)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-    ) as server:  # fmt: skip
-        crowd = []
+@pytest.fixture
+def limited() -> Iterator[tuple[Any, Endpoint]]:
+    """A store in a process that may have 64 files open, and where it is."""
+    command, pipe = [sys.executable, "-c", textwrap.dedent(SERVER)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0) as process:
         try:
-            assert server.stdin is not None and server.stdout is not None
-            endpoint = Endpoint("127.0.0.1", int(server.stdout.readline()))
-            crowd = [socket.create_connection(endpoint) for _ in range(2 * LIMIT)]
-            with StoreClient(*endpoint, SECRET, 30) as client:
-                client.set("a", b"1")
-                server.stdin.write(b"\n")
-                assert 0 < int(server.stdout.readline()) <= LIMIT // 4
+            yield process, Endpoint("127.0.0.1", int(process.stdout.readline()))  # type: ignore[union-attr]
         finally:
-            server.kill()
-            for connection in crowd:
-                connection.close()
+            process.kill()
 
 
-def test_a_process_that_can_open_no_further_file_says_so_to_both_sides() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(FULL_SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-    ) as server, contextlib.ExitStack() as clients:  # fmt: skip
-        try:
-            assert server.stdout is not None
-            endpoint = Endpoint("127.0.0.1", int(server.stdout.readline()))
-            with pytest.raises(PeerLostError, match=r"127\.0\.0\.1:\d+: the process there can open no further file"):
-                for _ in range(LIMIT):
-                    clients.enter_context(StoreClient(*endpoint, SECRET, 1.0))
-            told = server.stdout.readline().decode()
-            assert f"refused a connection from 127.0.0.1: this process has opened all the {LIMIT} files it may" in told
-        finally:
-            server.kill()
+def test_strangers_do_not_use_up_the_descriptors(limited: tuple[Any, Endpoint]) -> None:
+    process, endpoint = limited
+    with contextlib.ExitStack() as crowd:
+        for _ in range(2 * LIMIT):
+            crowd.enter_context(socket.create_connection(endpoint))
+        with StoreClient(*endpoint, SECRET, 30) as client:
+            client.set("a", b"1")
+            process.stdin.write(b"\n")
+            assert 0 < int(process.stdout.readline()) <= LIMIT // 4
+
+
+def test_a_process_that_can_open_no_further_file_says_so_to_both_sides(limited: tuple[Any, Endpoint]) -> None:
+    process, endpoint = limited
+    with contextlib.ExitStack() as clients:
+        with pytest.raises(PeerLostError, match=r"127\.0\.0\.1:\d+: the process there can open no further file"):
+            for _ in range(LIMIT):
+                clients.enter_context(StoreClient(*endpoint, SECRET, 1.0))
+        told = process.stderr.readline().decode()
+        assert f"refused a connection from 127.0.0.1: this process has opened all the {LIMIT} files it may" in told
 
 
 def test_the_limit_of_open_files_is_raised_to_what_is_needed_where_that_may_be() -> None:
