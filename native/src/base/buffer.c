@@ -16,18 +16,6 @@ void hr_buffer_fini(struct hr_buffer *buffer) {
     *buffer = (struct hr_buffer){.pool = buffer->pool};
 }
 
-static uint8_t *enlarge(const struct hr_buffer *buffer, size_t capacity) {
-    if (buffer->pool == NULL) {
-        return realloc(buffer->data, capacity);
-    }
-    uint8_t *data = hr_pool_take(buffer->pool, capacity);
-    if (data != NULL && buffer->data != NULL) {
-        memcpy(data, buffer->data, buffer->end);
-        hr_pool_give(buffer->pool, buffer->data, buffer->capacity);
-    }
-    return data;
-}
-
 hr_status hr_buffer_reserve(struct hr_buffer *buffer, size_t bytes) {
     const size_t unread = hr_buffer_size(buffer);
     if (buffer->capacity - buffer->end < bytes && buffer->begin > 0 && buffer->begin >= unread) {
@@ -46,9 +34,14 @@ hr_status hr_buffer_reserve(struct hr_buffer *buffer, size_t bytes) {
         }
         capacity *= 2;
     }
-    uint8_t *data = enlarge(buffer, capacity);
+    const int is_pooled = buffer->pool != NULL;
+    uint8_t *data = is_pooled ? hr_pool_take(buffer->pool, capacity) : realloc(buffer->data, capacity);
     if (data == NULL) {
         return HORO_ERR_RESOURCE;
+    }
+    if (is_pooled && buffer->data != NULL) {
+        memcpy(data, buffer->data, buffer->end);
+        hr_pool_give(buffer->pool, buffer->data, buffer->capacity);
     }
     buffer->data = data;
     buffer->capacity = capacity;
@@ -65,14 +58,23 @@ int hr_buffer_append(struct hr_buffer *buffer, const void *data, size_t bytes) {
 }
 
 void hr_buffer_consume(struct hr_buffer *buffer, size_t bytes) {
-    const size_t unread = hr_buffer_size(buffer);
-    if (bytes >= unread) {
-        buffer->begin = 0;
-        buffer->end = 0;
+    buffer->begin += bytes;
+    if (buffer->begin == buffer->end) {
+        buffer->begin = buffer->end = 0;
         if (buffer->capacity > KEPT_BYTES) {
             hr_buffer_fini(buffer);
         }
-        return;
     }
-    buffer->begin += bytes;
+}
+
+hr_status hr_reserve(void **array, size_t *capacity, size_t count, size_t element_bytes) {
+    if (count > *capacity) {
+        void *larger = realloc(*array, count * element_bytes);
+        if (larger == NULL) {
+            return HORO_ERR_RESOURCE;
+        }
+        *array = larger;
+        *capacity = count;
+    }
+    return HORO_OK;
 }

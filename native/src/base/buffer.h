@@ -1,4 +1,4 @@
-/* A growing byte buffer with a read position: append at the end, consume at the front. */
+/* Memory that grows: a byte buffer with a read position, to append at the end and consume at the front; and arrays. */
 #ifndef HR_BASE_BUFFER_H
 #define HR_BASE_BUFFER_H
 
@@ -23,10 +23,11 @@ hr_status hr_buffer_reserve(struct hr_buffer *buffer, size_t bytes);
 
 int hr_buffer_append(struct hr_buffer *buffer, const void *data, size_t bytes);
 
-/*
- * Drops `bytes` (at most the unread ones) from the front; memory that is no longer needed may go with the last of them.
- */
+/* Drops `bytes` (at most the unread ones) from the front; memory that is no longer needed may go with the last one. */
 void hr_buffer_consume(struct hr_buffer *buffer, size_t bytes);
+
+/* Room for `count` elements in an array, *capacity of them so far. HORO_OK or HORO_ERR_RESOURCE. */
+hr_status hr_reserve(void **array, size_t *capacity, size_t count, size_t element_bytes);
 
 static inline size_t hr_buffer_size(const struct hr_buffer *buffer) {
     return buffer->end - buffer->begin;

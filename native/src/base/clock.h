@@ -17,13 +17,9 @@ static inline int64_t hr_now_ns(void) {
 enum { HR_SECONDS_BYTES = 24 };
 
 static inline const char *hr_seconds(int64_t ns, char *text) {
-    const int64_t second_ns = 1000000000;
-    const int64_t tenths = ns < second_ns / 10 ? 1 : ns / (second_ns / 10);
-    if (ns < second_ns) {
-        (void)snprintf(text, HR_SECONDS_BYTES, "0.%lld", (long long)tenths);
-    } else {
-        (void)snprintf(text, HR_SECONDS_BYTES, "%lld", (long long)(ns / second_ns));
-    }
+    const int is_part = ns < 1000000000;
+    const int64_t number = ns / (is_part ? 100000000 : 1000000000);
+    (void)snprintf(text, HR_SECONDS_BYTES, is_part ? "0.%lld" : "%lld", (long long)(number < 1 ? 1 : number));
     return text;
 }
 
@@ -76,13 +72,6 @@ static inline struct hr_tick_sample hr_tick_sample(void) {
         }
     }
     return best;
-}
-
-/* The time of a reading taken between two samples, or shortly after the second. */
-static inline int64_t hr_tick_ns(struct hr_tick_sample then, struct hr_tick_sample now, uint64_t ticks) {
-    const double span_ticks = (double)(int64_t)(now.ticks - then.ticks);
-    const double ns_per_tick = span_ticks > 0 ? (double)(now.ns - then.ns) / span_ticks : 0;
-    return now.ns - (int64_t)((double)(int64_t)(now.ticks - ticks) * ns_per_tick);
 }
 
 /* ---- The meter ---- */

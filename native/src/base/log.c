@@ -28,7 +28,7 @@ struct horo_log_queue {
     pthread_mutex_t lock;
     pthread_cond_t changed;
     struct hr_owner owner;            /* a forked child has the memory but not the thread that takes */
-    _Atomic int64_t untaken_since_ns; /* since when the oldest one is the oldest; 0: there is none */
+    _Atomic int64_t due_ns;           /* PATIENCE_NS after the oldest one became the oldest; 0: there is none */
     int is_stopped;
     int first;
     int count;
@@ -50,7 +50,7 @@ static struct entry *take_first(struct horo_log_queue *queue) {
     struct entry *entry = &queue->entries[queue->first];
     queue->first = (queue->first + 1) % HR_LOG_QUEUE_LINES;
     queue->count--;
-    atomic_store_explicit(&queue->untaken_since_ns, queue->count == 0 ? 0 : hr_now_ns(), memory_order_relaxed);
+    atomic_store_explicit(&queue->due_ns, queue->count == 0 ? 0 : hr_now_ns() + PATIENCE_NS, memory_order_relaxed);
     if (entry->answered != NULL) {
         atomic_store(entry->answered, entry->question);
     }
@@ -92,7 +92,7 @@ static int put(struct horo_log_queue *queue, const struct entry *message) {
             write_all(queue);
         }
         if (queue->count == 0) {
-            atomic_store_explicit(&queue->untaken_since_ns, hr_now_ns(), memory_order_relaxed);
+            atomic_store_explicit(&queue->due_ns, hr_now_ns() + PATIENCE_NS, memory_order_relaxed);
         }
         queue->entries[(queue->first + queue->count++) % HR_LOG_QUEUE_LINES] = *message;
         (void)pthread_cond_signal(&queue->changed);
@@ -140,18 +140,17 @@ void hr_log_end(const struct hr_log *log, const _Atomic uint32_t *answered) {
 
 int64_t hr_log_check(const struct hr_log *log, int64_t now_ns) {
     struct horo_log_queue *queue = log->queue;
-    int64_t since_ns = queue == NULL ? 0 : atomic_load_explicit(&queue->untaken_since_ns, memory_order_relaxed);
-    if (since_ns == 0 || now_ns < since_ns + PATIENCE_NS) {
-        return since_ns == 0 ? 0 : since_ns + PATIENCE_NS;
+    int64_t due_ns = queue == NULL ? 0 : atomic_load_explicit(&queue->due_ns, memory_order_relaxed);
+    if (due_ns == 0 || now_ns < due_ns) {
+        return due_ns;
     }
     (void)pthread_mutex_lock(&queue->lock);
-    since_ns = atomic_load_explicit(&queue->untaken_since_ns, memory_order_relaxed);
-    if (since_ns != 0 && now_ns >= since_ns + PATIENCE_NS) {
+    if (now_ns >= atomic_load_explicit(&queue->due_ns, memory_order_relaxed)) {
         write_all(queue);
-        since_ns = 0;
     }
+    due_ns = atomic_load_explicit(&queue->due_ns, memory_order_relaxed);
     (void)pthread_mutex_unlock(&queue->lock);
-    return since_ns == 0 ? 0 : since_ns + PATIENCE_NS;
+    return due_ns;
 }
 
 HORO_API int horo_await_line(horo_log_queue *queue) {

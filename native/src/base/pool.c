@@ -27,23 +27,6 @@ static void put(struct hr_pool *pool, void *memory, size_t units) {
     pool->given_back[units - 1] = piece;
 }
 
-/* The rest of the last chunk serves smaller pieces. */
-static int add_chunk(struct hr_pool *pool) {
-    uint8_t *memory = map_pages(CHUNK_BYTES);
-    if (memory == NULL) {
-        return 0;
-    }
-    if (pool->fresh_bytes > 0) {
-        put(pool, pool->fresh, pool->fresh_bytes / HR_POOL_UNIT);
-    }
-    struct hr_pool_piece *chunk = (struct hr_pool_piece *)(void *)memory;
-    chunk->next = pool->chunks;
-    pool->chunks = chunk;
-    pool->fresh = memory + HR_POOL_UNIT;
-    pool->fresh_bytes = CHUNK_BYTES - HR_POOL_UNIT;
-    return 1;
-}
-
 void *hr_pool_take(struct hr_pool *pool, size_t bytes) {
     if (IS_WATCHED) {
         return calloc(1, bytes == 0 ? 1 : bytes);
@@ -57,8 +40,18 @@ void *hr_pool_take(struct hr_pool *pool, size_t bytes) {
         pool->given_back[units - 1] = piece->next;
         return memset(piece, 0, units * HR_POOL_UNIT);
     }
-    if (pool->fresh_bytes < units * HR_POOL_UNIT && !add_chunk(pool)) {
-        return NULL;
+    if (pool->fresh_bytes < units * HR_POOL_UNIT) {
+        struct hr_pool_piece *chunk = map_pages(CHUNK_BYTES);
+        if (chunk == NULL) {
+            return NULL;
+        }
+        if (pool->fresh_bytes > 0) { /* the rest of the last chunk serves smaller pieces */
+            put(pool, pool->fresh, pool->fresh_bytes / HR_POOL_UNIT);
+        }
+        chunk->next = pool->chunks;
+        pool->chunks = chunk;
+        pool->fresh = (uint8_t *)chunk + HR_POOL_UNIT;
+        pool->fresh_bytes = CHUNK_BYTES - HR_POOL_UNIT;
     }
     void *fresh = pool->fresh;
     pool->fresh += units * HR_POOL_UNIT;

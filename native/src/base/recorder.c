@@ -6,7 +6,7 @@
 #include "base/recorder.h"
 #include "base/traits.h"
 
-enum { OP_NONE = 15 };
+enum { OP_NONE = 15 }; /* the lower bits of -1 */
 
 static const char cut_mark[] = "...";
 
@@ -72,9 +72,9 @@ static void write_at(struct hr_recorder *recorder, uint64_t place, const struct 
         memcpy(text + mark_bytes, event->name + from, event->name_bytes - from);
     }
     memcpy(words, text, sizeof text);
-    const uint64_t op = event->op < 0 ? OP_NONE : (uint64_t)event->op & 15;
     const uint64_t what = (uint64_t)(uint32_t)event->number << 32 | (uint64_t)(uint16_t)event->team << 16 |
-                          (uint64_t)(uint8_t)event->status << 8 | op << 4 | ((uint64_t)event->event & 15);
+                          (uint64_t)(uint8_t)event->status << 8 | ((uint64_t)event->op & 15) << 4 |
+                          ((uint64_t)event->event & 15);
     /* Partners of all these: the loads in read_at. */
     atomic_store_explicit(&record->ticks, event->ticks != 0 ? event->ticks : hr_ticks(), memory_order_release);
     atomic_store_explicit(&record->bytes, (uint64_t)event->bytes, memory_order_release);
@@ -125,10 +125,13 @@ static int read_at(const struct hr_recorder *recorder, const struct hr_record *r
     if (atomic_load_explicit(&record->mark, memory_order_relaxed) != stands) {
         return 0;
     }
-    *event = (horo_event){.time_ns = hr_tick_ns(recorder->created, now, ticks), .bytes = (int64_t)bytes};
-    memcpy(event->name, words, sizeof words);
+    /* that reading lies between two samples of both clocks, or shortly after the second */
+    const double span_ticks = (double)(int64_t)(now.ticks - recorder->created.ticks);
+    const double ns_per_tick = span_ticks > 0 ? (double)(now.ns - recorder->created.ns) / span_ticks : 0;
+    const int64_t ago_ns = (int64_t)((double)(int64_t)(now.ticks - ticks) * ns_per_tick);
     const int op = (int)(what >> 4 & 15);
-    event->event = (int32_t)(what & 15);
+    *event = (horo_event){.time_ns = now.ns - ago_ns, .bytes = (int64_t)bytes, .event = (int32_t)(what & 15)};
+    memcpy(event->name, words, sizeof words);
     event->op = op == OP_NONE ? -1 : op;
     event->status = (int8_t)(what >> 8 & 0xff);
     event->team = (int32_t)(what >> 16 & 0xffff);
@@ -223,27 +226,13 @@ static int collect(const struct hr_recorder *recorder, struct hr_tick_sample now
     return count;
 }
 
-static const char *size_text(int64_t bytes, char *out, size_t out_bytes) {
-    static const char *const units[] = {"KiB", "MiB", "GiB", "TiB"};
-    if (bytes < 1024) {
-        (void)snprintf(out, out_bytes, "%lld bytes", (long long)bytes);
-        return out;
-    }
-    double amount = (double)bytes / 1024;
-    size_t unit = 0;
-    for (; amount >= 1024 && unit + 1 < sizeof units / sizeof *units; unit++) {
-        amount /= 1024;
-    }
-    (void)snprintf(out, out_bytes, "%.1f %s", amount, units[unit]);
-    return out;
-}
-
 static void write_run(const struct run *run, char *line, size_t line_bytes) {
     static const char *const verbs[] = {[HORO_EVENT_SUBMITTED] = "submitted",
                                         [HORO_EVENT_AGREED] = "did",
                                         [HORO_EVENT_BEGUN] = "began",
                                         [HORO_EVENT_ENDED] = "finished",
                                         [HORO_EVENT_FAILED] = "failed"};
+    static const char *const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB"};
     const horo_event *event = &run->last;
     if (event->event == HORO_EVENT_LEFT) {
         (void)snprintf(line, line_bytes, "the group ended: rank %d has shut horo down", (int)event->number);
@@ -265,9 +254,16 @@ static void write_run(const struct run *run, char *line, size_t line_bytes) {
         } else if (first->event == HORO_EVENT_FAILED) {
             (void)snprintf(rest, sizeof rest, ": %s error", horo_status_name(first->status));
         }
-        (void)snprintf(line, line_bytes, "%-9s  %s '%s'%s%s%s", verbs[first->event], hr_op_name(first->op), first->name,
-                       rest, run->bytes > 0 ? ", " : "",
-                       run->bytes > 0 ? size_text(run->bytes, size, sizeof size) : "");
+        double amount = (double)run->bytes;
+        int unit = 0;
+        for (; amount >= 1024 && unit < 4; unit++) {
+            amount /= 1024;
+        }
+        if (run->bytes > 0) {
+            (void)snprintf(size, sizeof size, ", %.*f %s", unit > 0, amount, units[unit]);
+        }
+        (void)snprintf(line, line_bytes, "%-9s  %s '%s'%s%s", verbs[first->event], hr_op_name(first->op), first->name,
+                       rest, size);
     }
 }
 

@@ -24,15 +24,12 @@ static size_t page_bytes(void) {
 void hr_owner_init(struct hr_owner *owner) {
     *owner = (struct hr_owner){.pid = getpid()};
     void *page = mmap(NULL, page_bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (page == MAP_FAILED) {
-        return;
-    }
-    if (madvise(page, page_bytes(), MADV_WIPEONFORK) != 0) {
+    if (page != MAP_FAILED && madvise(page, page_bytes(), MADV_WIPEONFORK) != 0) {
         (void)munmap(page, page_bytes());
-        return;
+    } else if (page != MAP_FAILED) {
+        owner->mark = page;
+        *owner->mark = 1;
     }
-    owner->mark = page;
-    *owner->mark = 1;
 }
 
 void hr_owner_fini(struct hr_owner *owner) {
@@ -50,14 +47,12 @@ int hr_owner_is_here(const struct hr_owner *owner) {
 
 hr_status hr_thread_start(pthread_t *thread, void *(*run)(void *), void *arg, const char *what,
                           struct hr_error *error) {
-    sigset_t all;
-    sigset_t before;
+    sigset_t all, before;
     (void)sigfillset(&all);
     (void)pthread_sigmask(SIG_SETMASK, &all, &before);
     const int status = pthread_create(thread, NULL, run, arg);
     (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return status == 0 ? HORO_OK
-                       : hr_fail(error, HORO_ERR_RESOURCE, "cannot start %s: %s", what, strerror(status));
+    return status == 0 ? HORO_OK : hr_fail(error, HORO_ERR_RESOURCE, "cannot start %s: %s", what, strerror(status));
 }
 
 void hr_condition_init(pthread_cond_t *condition) {
