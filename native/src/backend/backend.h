@@ -60,21 +60,15 @@ struct hr_backend_ops {
     /* As in struct hr_task, for the work begun last. */
     int (*progress)(struct hr_backend *backend);
     void (*cancel)(struct hr_backend *backend);
-    void (*destroy)(struct hr_backend *backend);
 };
 
 struct hr_backend {
     const struct hr_backend_ops *ops;
 };
 
-static inline void hr_backend_destroy(struct hr_backend *backend) {
-    if (backend != NULL) {
-        backend->ops->destroy(backend);
-    }
-}
-
-/* Host memory over arena and transport; the team must outlive it. NULL for lack of memory. */
+/* Host memory over arena and transport; the team must outlive it. NULL for lack of memory, which destroy allows. */
 struct hr_backend *hr_host_backend_create(struct hr_team *team);
+void hr_host_backend_destroy(struct hr_backend *backend);
 
 /* AVERAGE is a sum and a factor. */
 int hr_operation_of(int reduce_op);

@@ -2,6 +2,7 @@
 #include <stdlib.h>
 
 #include "backend/backend.h"
+#include "base/buffer.h"
 #include "base/cut.h"
 #include "base/traits.h"
 #include "collective/collective.h"
@@ -67,17 +68,6 @@ static int kind_of(const struct hr_operand *operand) {
     return operand->dtype + HR_REDUCED_DTYPE_COUNT * (wire == 0 ? 0 : wire == HORO_FLOAT16 ? 1 : 2);
 }
 
-/* The least one that is not done; KIND_COUNT behind the last one. */
-static int take_kind(struct host_backend *host) {
-    int least = KIND_COUNT;
-    for (size_t i = 0; i < host->work.count; i++) {
-        const int kind = kind_of(&host->work.operands[i]);
-        least = kind >= host->next_kind && kind < least ? kind : least;
-    }
-    host->next_kind = least + 1;
-    return least;
-}
-
 /* The rows of all operands of a kind that fall to rank r (a reduce's to the root); mine have outputs; -1: all. */
 static struct hr_fused fuse(const struct host_backend *host, struct hr_piece *pieces, int kind, int r) {
     struct hr_fused fused = {.pieces = pieces};
@@ -86,8 +76,7 @@ static struct hr_fused fuse(const struct host_backend *host, struct hr_piece *pi
         if (kind_of(operand) != kind) {
             continue;
         }
-        size_t begin = 0;
-        size_t bytes = operand->bytes;
+        size_t begin = 0, bytes = operand->bytes;
         if (host->work.op == HORO_REDUCE) {
             bytes = r < 0 || r == host->work.root_rank ? bytes : 0;
         } else if (r >= 0 && bytes > 0) {
@@ -124,10 +113,15 @@ static int begin_scatter(struct host_backend *host, int begins_again) {
     return HR_MOVED;
 }
 
-/* The next kind. */
+/* The least kind that is not done. */
 static int begin_reduction(struct host_backend *host) {
     const struct hr_work *work = &host->work;
-    const int kind = take_kind(host);
+    int kind = KIND_COUNT;
+    for (size_t i = 0; i < work->count; i++) {
+        const int other = kind_of(&work->operands[i]);
+        kind = other >= host->next_kind && other < kind ? other : kind;
+    }
+    host->next_kind = kind + 1;
     if (kind == KIND_COUNT) {
         return HR_DONE;
     }
@@ -228,13 +222,8 @@ static hr_status begin_move(struct host_backend *host) {
     struct hr_team *team = host->team;
     const struct hr_fused *from = host->by_rank;
     const struct hr_fused *to = from + team->size;
-    const struct hr_move move = {
-        .shown = exchanges ? to : &from[team->rank],
-        .shown_count = exchanges ? team->size : 1,
-        .from = from,
-        .tensors = host->work.count,
-        .is_gather = op == HORO_ALLGATHER,
-    };
+    const struct hr_move move = {.shown = exchanges ? to : &from[team->rank], .shown_count = exchanges ? team->size : 1,
+                                 .from = from, .tensors = host->work.count, .is_gather = op == HORO_ALLGATHER};
     host->task = NULL;
     if (begin_direct(host, &move)) {
         return HORO_OK;
@@ -264,22 +253,11 @@ static hr_status host_begin(struct hr_backend *backend, const struct hr_work *wo
         }
     }
     host->task = NULL;
-    host->has_adasum = 0;
-    host->is_direct = 0;
-    host->next_kind = 0;
+    host->has_adasum = host->is_direct = host->next_kind = 0;
     const int op = host->work.op;
     /* each vector needs a piece for each tensor */
-    const size_t vectors =
-        op == HORO_ALLREDUCE ? 1 : (size_t)host->team->size * (hr_op_is(op, HR_OP_EXCHANGE) ? 2 : 1);
-    const size_t count = vectors * work->count;
-    if (count > host->piece_capacity) {
-        struct hr_piece *larger = realloc(host->pieces, count * sizeof *larger);
-        if (larger == NULL) {
-            return HORO_ERR_RESOURCE;
-        }
-        host->pieces = larger;
-        host->piece_capacity = count;
-    }
+    const size_t vectors = op == HORO_ALLREDUCE ? 1 : (size_t)host->team->size * (hr_op_is(op, HR_OP_EXCHANGE) ? 2 : 1);
+    HR_TRY(hr_reserve((void **)&host->pieces, &host->piece_capacity, vectors * work->count, sizeof *host->pieces));
     if (hr_op_is(op, HR_OP_REDUCTION)) {
         return begin_reduction(host) < 0 ? HORO_ERR_RESOURCE : HORO_OK;
     }
@@ -307,11 +285,8 @@ static int host_progress(struct hr_backend *backend) {
     if (hr_op_is(host->work.op, HR_OP_REDUCTION)) {
         return begins_again ? begin_scatter(host, 1) : begin_reduction(host);
     }
-    if (begins_again) {
-        const int status = begin_move(host);
-        return status == HORO_OK ? HR_MOVED : status;
-    }
-    return HR_DONE;
+    HR_TRY(begins_again ? begin_move(host) : HORO_OK);
+    return begins_again ? HR_MOVED : HR_DONE;
 }
 
 static void host_cancel(struct hr_backend *backend) {
@@ -329,7 +304,7 @@ static void host_cancel(struct hr_backend *backend) {
     }
 }
 
-static void host_destroy(struct hr_backend *backend) {
+void hr_host_backend_destroy(struct hr_backend *backend) {
     struct host_backend *host = (struct host_backend *)backend;
     if (host != NULL) {
         if (host->has_adasum && host->task != NULL) {
@@ -343,13 +318,8 @@ static void host_destroy(struct hr_backend *backend) {
 }
 
 static const struct hr_backend_ops host_ops = {
-    .begin = host_begin,
-    .begin_ahead = host_begin_ahead,
-    .show_ahead = host_show_ahead,
-    .progress = host_progress,
-    .cancel = host_cancel,
-    .destroy = host_destroy,
-};
+    .begin = host_begin, .begin_ahead = host_begin_ahead, .show_ahead = host_show_ahead,
+    .progress = host_progress, .cancel = host_cancel};
 
 struct hr_backend *hr_host_backend_create(struct hr_team *team) {
     struct host_backend *host = calloc(1, sizeof *host);

@@ -60,14 +60,8 @@ int hr_nccl_connect(struct hr_nccl_comm *comm, const struct hr_nccl *nccl, struc
     const struct hr_cuda *cuda = device->cuda;
     struct hr_device_visit visit;
     struct hr_nccl_config config = {
-        .size = sizeof config,
-        .magic = CONFIG_MAGIC,
-        .version = HR_NCCL_VERSION_LEAST,
-        .blocking = 0,
-        .cga_cluster_size = INT_MIN, /* not set */
-        .min_ctas = INT_MIN,
-        .max_ctas = INT_MIN,
-        .split_share = INT_MIN,
+        .size = sizeof config, .magic = CONFIG_MAGIC, .version = HR_NCCL_VERSION_LEAST, .blocking = 0,
+        .cga_cluster_size = INT_MIN, .min_ctas = INT_MIN, .max_ctas = INT_MIN, .split_share = INT_MIN /* not set */
     };
     *comm = (struct hr_nccl_comm){.nccl = nccl, .device = device, .stream = stream, .state = HR_NCCL_NONE};
     HR_TRY(hr_device_enter(device, &visit, error));
@@ -106,15 +100,13 @@ static hr_status scatter(struct hr_nccl_comm *comm, const struct hr_team *team, 
         return checked(comm, code, "ncclReduceScatter");
     }
     for (int r = 0; r < team->size; r++) {
-        size_t first;
-        size_t rows;
+        size_t first, rows;
         hr_part(all, size, (size_t)r, &first, &rows);
         if (rows > 0) {
             const char *input = (const char *)operand->input + first * row_bytes;
-            HR_TRY(checked(comm,
-                           nccl->reduce(input, operand->output, rows * row_values, dtype, op, r, comm->handle,
-                                        comm->stream),
-                           "ncclReduce"));
+            const int code =
+                nccl->reduce(input, operand->output, rows * row_values, dtype, op, r, comm->handle, comm->stream);
+            HR_TRY(checked(comm, code, "ncclReduce"));
         }
     }
     return HORO_OK;
@@ -128,61 +120,44 @@ static hr_status enqueue(struct hr_nccl_comm *comm, const struct hr_team *team, 
         return HORO_OK;
     }
     if (work->op == HORO_BROADCAST) {
-        return checked(comm,
-                       nccl->broadcast(operand->input, operand->output, operand->bytes, HR_NCCL_UINT8, work->root_rank,
-                                       comm->handle, comm->stream),
-                       "ncclBroadcast");
+        const int code = nccl->broadcast(operand->input, operand->output, operand->bytes, HR_NCCL_UINT8,
+                                         work->root_rank, comm->handle, comm->stream);
+        return checked(comm, code, "ncclBroadcast");
     }
-    static const int ops[] = {[HORO_AVERAGE] = HR_NCCL_SUM,
-                              [HORO_SUM] = HR_NCCL_SUM,
-                              [HORO_MIN] = HR_NCCL_MIN,
-                              [HORO_MAX] = HR_NCCL_MAX,
-                              [HORO_PRODUCT] = HR_NCCL_PRODUCT};
+    static const int ops[] = {[HORO_AVERAGE] = HR_NCCL_SUM, [HORO_SUM] = HR_NCCL_SUM, [HORO_MIN] = HR_NCCL_MIN,
+                              [HORO_MAX] = HR_NCCL_MAX, [HORO_PRODUCT] = HR_NCCL_PRODUCT};
     const int op = comm->has_scale[dtype] ? comm->scales[dtype] : ops[work->reduce_op];
     if (work->op == HORO_REDUCESCATTER) {
         return scatter(comm, team, operand, dtype, op);
     }
-    return checked(comm,
-                   nccl->all_reduce(operand->input, operand->output, operand->bytes / hr_dtype_bytes(operand->dtype),
-                                    dtype, op, comm->handle, comm->stream),
-                   "ncclAllReduce");
+    const size_t count = operand->bytes / hr_dtype_bytes(operand->dtype);
+    const int code = nccl->all_reduce(operand->input, operand->output, count, dtype, op, comm->handle, comm->stream);
+    return checked(comm, code, "ncclAllReduce");
 }
 
-/* By NCCL's dtype of floats, the bits of what the values of each rank are multiplied by. 1 if that is other than 1. */
-static int write_factors(const struct hr_team *team, const struct hr_work *work, uint64_t *factors) {
+/* Where sums are multiplied, one operation for each dtype that occurs; then the group of calls. */
+static hr_status launch(struct hr_nccl_comm *comm, const struct hr_team *team, const struct hr_work *work) {
     const struct hr_kernel *kernel = team->node->kernel;
     const double post = work->reduce_op == HORO_AVERAGE ? work->postscale / team->size : work->postscale;
     const double factor = work->prescale * post;
     const float single = (float)factor;
-    memset(factors, 0, HR_NCCL_DTYPES * sizeof *factors);
+    uint64_t factors[HR_NCCL_DTYPES] = {0}; /* by NCCL's dtype of floats, the bits of the factor */
     memcpy(&factors[HR_NCCL_FLOAT64], &factor, sizeof factor);
     memcpy(&factors[HR_NCCL_FLOAT32], &single, sizeof single);
     hr_kernel_convert(kernel, HORO_FLOAT16, &factors[HR_NCCL_FLOAT16], HORO_FLOAT32, &single, 1, 1.0,
                       HR_STORE_ORDINARY);
     hr_kernel_convert(kernel, HORO_BFLOAT16, &factors[HR_NCCL_BFLOAT16], HORO_FLOAT32, &single, 1, 1.0,
                       HR_STORE_ORDINARY);
-    return hr_op_is(work->op, HR_OP_REDUCTION) && factor != 1.0;
-}
-
-/* One operation for each dtype that occurs, where sums are multiplied by more than 1. */
-static hr_status create_scales(struct hr_nccl_comm *comm, const struct hr_team *team, const struct hr_work *work) {
-    uint64_t factors[HR_NCCL_DTYPES];
-    const size_t count = write_factors(team, work, factors) ? work->count : 0;
-    for (size_t i = 0; i < count; i++) {
+    const size_t scaled = hr_op_is(work->op, HR_OP_REDUCTION) && factor != 1.0 ? work->count : 0;
+    for (size_t i = 0; i < scaled; i++) {
         const int dtype = dtype_of(work->operands[i].dtype);
         if (work->operands[i].bytes > 0 && !comm->has_scale[dtype]) {
-            HR_TRY(checked(comm,
-                           comm->nccl->red_op_create_pre_mul_sum(&comm->scales[dtype], &factors[dtype], dtype,
-                                                                 HR_NCCL_SCALAR_ON_HOST, comm->handle),
-                           "ncclRedOpCreatePreMulSum"));
+            const int code = comm->nccl->red_op_create_pre_mul_sum(&comm->scales[dtype], &factors[dtype], dtype,
+                                                                   HR_NCCL_SCALAR_ON_HOST, comm->handle);
+            HR_TRY(checked(comm, code, "ncclRedOpCreatePreMulSum"));
             comm->has_scale[dtype] = 1;
         }
     }
-    return HORO_OK;
-}
-
-static hr_status launch(struct hr_nccl_comm *comm, const struct hr_team *team, const struct hr_work *work) {
-    HR_TRY(create_scales(comm, team, work));
     int status = checked(comm, comm->nccl->group_start(), "ncclGroupStart");
     if (status == HORO_OK) {
         for (size_t i = 0; i < work->count && status == HORO_OK; i++) {
@@ -212,20 +187,6 @@ void hr_nccl_launch(struct hr_nccl_comm *comm, const struct hr_team *team, const
 
 /* ---- Polling ---- */
 
-/* All of the launch is on the stream: from here on an event behind it means its end. */
-static hr_status finish_launch(struct hr_nccl_comm *comm) {
-    const struct hr_cuda *cuda = comm->device->cuda;
-    for (int dtype = 0; dtype < HR_NCCL_DTYPES; dtype++) {
-        if (comm->has_scale[dtype]) {
-            comm->has_scale[dtype] = 0;
-            HR_TRY(checked(comm, comm->nccl->red_op_destroy(comm->scales[dtype], comm->handle), "ncclRedOpDestroy"));
-        }
-    }
-    HR_TRY(hr_cuda_check(cuda, cuda->event_record(comm->fence, comm->stream), "cuEventRecord", &comm->failure));
-    comm->is_in_flight = 1;
-    return HORO_OK;
-}
-
 /* As hr_nccl_poll, or a status. */
 static int look(struct hr_nccl_comm *comm) {
     const struct hr_cuda *cuda = comm->device->cuda;
@@ -253,7 +214,16 @@ static int look(struct hr_nccl_comm *comm) {
         comm->state = HR_NCCL_NONE;
         return 1;
     }
-    HR_TRY(comm->state == HR_NCCL_LAUNCHING ? finish_launch(comm) : HORO_OK);
+    for (int dtype = 0; dtype < HR_NCCL_DTYPES; dtype++) { /* of a launch, which is all on the stream */
+        if (comm->has_scale[dtype]) {
+            comm->has_scale[dtype] = 0;
+            HR_TRY(checked(comm, comm->nccl->red_op_destroy(comm->scales[dtype], comm->handle), "ncclRedOpDestroy"));
+        }
+    }
+    if (comm->state == HR_NCCL_LAUNCHING) { /* from here on an event behind it means its end */
+        HR_TRY(hr_cuda_check(cuda, cuda->event_record(comm->fence, comm->stream), "cuEventRecord", &comm->failure));
+        comm->is_in_flight = 1;
+    }
     comm->state = HR_NCCL_IDLE;
     return 1;
 }

@@ -54,7 +54,7 @@ void hr_lane_destroy(struct hr_lane *lane) {
     free(lane->executor.batch.operands);
     hr_buffer_fini(&lane->executor.log_in);
     hr_map_fini(&lane->port.names);
-    hr_backend_destroy(lane->backend);
+    hr_host_backend_destroy(lane->backend);
     hr_team_destroy(lane->team);
     free(lane);
 }
