@@ -1,11 +1,6 @@
 #include "device/device.h"
 
 #include <stdlib.h>
-#include <time.h>
-
-#include "base/clock.h"
-
-enum { LOOK_NS = 100000, RARE_LOOK_NS = 900000000 }; /* between looks at what runs: at least, and at most */
 
 int hr_device_enter(const struct hr_device *device, struct hr_device_visit *visit, struct hr_error *error) {
     visit->capture_mode = HR_CUDA_CAPTURE_RELAXED;
@@ -28,8 +23,7 @@ void hr_device_leave(const struct hr_device *device, const struct hr_device_visi
 
 int hr_device_create_stream(const struct hr_device *device, void **stream, struct hr_error *error) {
     const struct hr_cuda *cuda = device->cuda;
-    int least = 0;
-    int greatest = 0;
+    int least = 0, greatest = 0;
     HR_TRY(hr_cuda_check(cuda, cuda->priority_range(&least, &greatest), "cuCtxGetStreamPriorityRange", error));
     return hr_cuda_check(cuda, cuda->stream_create(stream, HR_CUDA_STREAM_NON_BLOCKING, greatest),
                          "cuStreamCreateWithPriority", error);
@@ -43,31 +37,6 @@ hr_status hr_device_refuse_capture(const struct hr_device *device, void *stream,
                       : hr_fail(error, HORO_ERR_USAGE,
                                 "the current stream is being captured into a CUDA graph; horo's operations cannot be "
                                 "part of a graph: call them outside of it");
-}
-
-void hr_device_await(const struct hr_device *device, void *event) {
-    const int64_t since_ns = hr_now_ns();
-    while (device->cuda->event_query(event) == HR_CUDA_NOT_READY) {
-        const long rarer_ns = (long)((hr_now_ns() - since_ns) / 32);
-        const struct timespec rest = {
-            .tv_nsec = rarer_ns < LOOK_NS ? LOOK_NS : rarer_ns > RARE_LOOK_NS ? RARE_LOOK_NS : rarer_ns};
-        (void)nanosleep(&rest, NULL);
-    }
-}
-
-int hr_device_await_program(const struct hr_device *device) {
-    const struct hr_cuda *cuda = device->cuda;
-    void *event = NULL;
-    if (hr_device_refuse_capture(device, NULL, NULL) != HORO_OK ||
-        cuda->event_create(&event, HR_CUDA_EVENT_DISABLE_TIMING) != HR_CUDA_OK) {
-        return 0;
-    }
-    const int is_marked = cuda->event_record(event, NULL) == HR_CUDA_OK;
-    if (is_marked) {
-        hr_device_await(device, event);
-    }
-    (void)cuda->event_destroy(event);
-    return is_marked;
 }
 
 int hr_device_open(struct hr_device *device, const struct hr_cuda *cuda, int number, struct hr_error *error) {
@@ -142,7 +111,8 @@ void hr_mark_keep(struct hr_mark *mark) {
     atomic_fetch_add(&mark->references, 1);
 }
 
-void hr_mark_drop(struct hr_mark *mark) {
+void hr_mark_drop(void *dropped) {
+    struct hr_mark *mark = dropped;
     struct hr_device_visit visit;
     if (mark == NULL || atomic_fetch_sub(&mark->references, 1) > 1) {
         return;

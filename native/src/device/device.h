@@ -43,14 +43,6 @@ hr_status hr_device_refuse_capture(const struct hr_device *device, void *stream,
 int hr_device_create_stream(const struct hr_device *device, void **stream, struct hr_error *error);
 
 /*
- * Likewise: until an event is reached, however long that takes. And: until what the program has put on its default
- * stream has ended, and what that waits for, as it mostly does for its other streams, which are not known here. 0: the
- * driver refuses that.
- */
-void hr_device_await(const struct hr_device *device, void *event);
-int hr_device_await_program(const struct hr_device *device);
-
-/*
  * ---- Marks ----
  *
  * A place in the order of a stream, which other streams can wait for: behind what a program had put on its stream when
@@ -67,7 +59,7 @@ struct hr_mark {
 hr_status hr_mark_create(struct hr_device *device, void *stream, struct hr_mark **mark, struct hr_error *error);
 /* It is gone when all have dropped it; NULL is allowed. Streams that wait for it go on to wait. */
 void hr_mark_keep(struct hr_mark *mark);
-void hr_mark_drop(struct hr_mark *mark);
+void hr_mark_drop(void *mark);
 
 /* The stream goes on when the mark is reached. HORO_OK or as create. Any thread. */
 int hr_mark_await(const struct hr_mark *mark, void *stream, struct hr_error *error);

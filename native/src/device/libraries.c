@@ -22,20 +22,6 @@ struct hr_library_kind {
     int version_units[3]; /* of its numbers as people write them: {10000, 100, 1} makes "2.23.4" of 22304; 0: none */
 };
 
-/* The reasons why each place is of no use, one behind the other; cut where the text is full. */
-struct reasons {
-    char text[HORO_MESSAGE_MAX];
-    size_t length;
-};
-
-static void add_reason(struct reasons *reasons, const char *reason) {
-    const size_t room = sizeof reasons->text - reasons->length;
-    const int written =
-        snprintf(reasons->text + reasons->length, room, "%s%s", reasons->length == 0 ? "" : "; ", reason);
-    const int fits = written >= 0 && (size_t)written < room;
-    reasons->length = fits ? reasons->length + (size_t)written : sizeof reasons->text - 1;
-}
-
 static void write_version(const struct hr_library_kind *kind, int version, char *text, size_t text_bytes) {
     const int *units = kind->version_units;
     char last[16] = "";
@@ -49,8 +35,7 @@ static hr_status check(const struct hr_library_kind *kind, void *library, const 
                        horo_library *found, struct hr_error *error) {
     struct link_map *map = NULL;
     const char *path = dlinfo(library, RTLD_DI_LINKMAP, &map) == 0 && map->l_name[0] != '\0' ? map->l_name : name;
-    char version_text[24];
-    char least_text[24];
+    char version_text[24], least_text[24];
     int version = 0;
     for (size_t i = 0; i < kind->symbol_count; i++) {
         void *address = dlsym(library, kind->symbols[i].name);
@@ -76,40 +61,32 @@ static hr_status check(const struct hr_library_kind *kind, void *library, const 
     return HORO_OK;
 }
 
-/* RTLD_NODELETE: a driver that has been asked anything may have threads, and must not go away under them. */
-static hr_status try_library(const struct hr_library_kind *kind, const char *name, int flags, void *table,
-                             horo_library *found, struct reasons *reasons) {
-    void *library = dlopen(name, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE | flags);
-    if (library == NULL) {
-        if ((flags & RTLD_NOLOAD) == 0) {
-            const char *reason = dlerror();
-            add_reason(reasons, reason != NULL ? reason : name);
-        }
-        return HORO_ERR_RESOURCE;
-    }
-    struct hr_error error = {0};
-    const int status = check(kind, library, name, table, found, &error);
-    if (status != HORO_OK) {
-        add_reason(reasons, error.text);
-    }
-    (void)dlclose(library); /* it stays */
-    return status;
-}
-
 hr_status hr_library_load(const struct hr_library_kind *kind, const char *const *paths, size_t path_count, void *table,
                           horo_library *found, struct hr_error *error) {
-    struct reasons reasons = {.length = 0};
-    int status = HORO_ERR_RESOURCE;
-    for (size_t i = 0; i < path_count && status != HORO_OK; i++) {
+    char reasons[HORO_MESSAGE_MAX]; /* why each place is of no use; cut where it is full */
+    size_t used = 0;
+    for (size_t i = 0; i < path_count; i++) {
         const int is_loaded = paths[i][0] == '\0';
-        status = try_library(kind, is_loaded ? kind->soname : paths[i], is_loaded ? RTLD_NOLOAD : 0, table, found,
-                             &reasons);
+        const char *name = is_loaded ? kind->soname : paths[i];
+        /* a driver that has been asked anything may have threads, and must not go away under them: NODELETE */
+        void *library = dlopen(name, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE | (is_loaded ? RTLD_NOLOAD : 0));
+        const char *reason = library == NULL ? dlerror() : NULL;
+        struct hr_error refusal = {0};
+        if (library != NULL) {
+            const int status = check(kind, library, name, table, found, &refusal);
+            (void)dlclose(library); /* it stays */
+            if (status == HORO_OK) {
+                return HORO_OK;
+            }
+            reason = refusal.text;
+        }
+        if ((library != NULL || !is_loaded) && used < sizeof reasons) {
+            used += (size_t)snprintf(reasons + used, sizeof reasons - used, "%s%s", used == 0 ? "" : "; ",
+                                     reason != NULL ? reason : name);
+        }
     }
-    if (status != HORO_OK) {
-        return hr_fail(error, HORO_ERR_RESOURCE, "no usable %s: %s", kind->what,
-                       reasons.length == 0 ? "there is no place to look for it" : reasons.text);
-    }
-    return HORO_OK;
+    return hr_fail(error, HORO_ERR_RESOURCE, "no usable %s: %s", kind->what,
+                   used == 0 ? "there is no place to look for it" : reasons);
 }
 
 /* ---- CUDA ---- */
@@ -159,14 +136,9 @@ static int cuda_version_of(const void *table, int *version, struct hr_error *err
 }
 
 const struct hr_library_kind hr_cuda_library = {
-    .what = "CUDA driver",
-    .soname = "libcuda.so.1",
-    .symbols = cuda_symbols,
-    .symbol_count = sizeof cuda_symbols / sizeof cuda_symbols[0],
-    .version_of = cuda_version_of,
-    .least_version = HR_CUDA_VERSION_LEAST,
-    .version_units = {1000, 10},
-};
+    .what = "CUDA driver", .soname = "libcuda.so.1",
+    .symbols = cuda_symbols, .symbol_count = sizeof cuda_symbols / sizeof cuda_symbols[0],
+    .version_of = cuda_version_of, .least_version = HR_CUDA_VERSION_LEAST, .version_units = {1000, 10}};
 
 int hr_cuda_initialize(const struct hr_cuda *cuda, int *device_count, struct hr_error *error) {
     HR_TRY(hr_cuda_check(cuda, cuda->init(0), "cuInit", error));
@@ -197,21 +169,13 @@ static const struct hr_symbol nccl_symbols[] = {
 
 static hr_status nccl_version_of(const void *table, int *version, struct hr_error *error) {
     const struct hr_nccl *nccl = table;
-    const int code = nccl->get_version(version);
-    return code == HR_NCCL_OK ? HORO_OK
-                              : hr_fail(error, HORO_ERR_RESOURCE, "ncclGetVersion failed with code %d: %s", code,
-                                        nccl->get_error_string(code));
+    return hr_nccl_check(nccl, nccl->get_version(version), "ncclGetVersion", NULL, error);
 }
 
 const struct hr_library_kind hr_nccl_library = {
-    .what = "NCCL",
-    .soname = "libnccl.so.2",
-    .symbols = nccl_symbols,
-    .symbol_count = sizeof nccl_symbols / sizeof nccl_symbols[0],
-    .version_of = nccl_version_of,
-    .least_version = HR_NCCL_VERSION_LEAST,
-    .version_units = {10000, 100, 1},
-};
+    .what = "NCCL", .soname = "libnccl.so.2",
+    .symbols = nccl_symbols, .symbol_count = sizeof nccl_symbols / sizeof nccl_symbols[0],
+    .version_of = nccl_version_of, .least_version = HR_NCCL_VERSION_LEAST, .version_units = {10000, 100, 1}};
 
 hr_status hr_nccl_check(const struct hr_nccl *nccl, int code, const char *function, const void *comm,
                         struct hr_error *error) {

@@ -35,7 +35,6 @@ hr_status hr_library_load(const struct hr_library_kind *kind, const char *const 
 enum {
     HR_CUDA_OK = 0,
     HR_CUDA_NOT_READY = 600,
-    HR_CUDA_UUID_BYTES = 16,
     HR_CUDA_VERSION_LEAST = 11040, /* the first that tells the parts of a divided GPU (MIG) apart */
 };
 
@@ -53,7 +52,7 @@ struct hr_cuda {
     int (*get_error_string)(int code, const char **text);
     int (*device_get_count)(int *count);
     int (*device_get)(int *device, int number);
-    int (*device_get_uuid)(char *uuid, int device); /* HR_CUDA_UUID_BYTES; each part of a divided GPU has its own */
+    int (*device_get_uuid)(char *uuid, int device); /* 16 bytes; each part of a divided GPU has its own */
     int (*primary_context_retain)(void **context, int device);
     int (*primary_context_release)(int device);
     int (*context_push)(void *context);
@@ -131,8 +130,7 @@ struct hr_nccl {
     int (*group_end)(void);
     int (*all_reduce)(const void *input, void *output, size_t count, int dtype, int op, void *comm, void *stream);
     int (*broadcast)(const void *input, void *output, size_t count, int dtype, int root, void *comm, void *stream);
-    int (*reduce)(const void *input, void *output, size_t count, int dtype, int op, int root, void *comm,
-                  void *stream);
+    int (*reduce)(const void *input, void *output, size_t count, int dtype, int op, int root, void *comm, void *stream);
     int (*reduce_scatter)(const void *input, void *output, size_t count_each, int dtype, int op, void *comm,
                           void *stream);
     int (*red_op_create_pre_mul_sum)(int *op, const void *scalar, int dtype, int residence, void *comm);

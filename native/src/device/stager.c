@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 #include <stdlib.h>
+#include <time.h>
 
 #include "base/clock.h"
 #include "base/system.h"
@@ -10,6 +11,8 @@ enum {
     DEVICES_MAX = 64, /* a bit of a word for each */
     LOOKS = 4,            /* at idle memory that a copy may use still, before new memory is pinned */
     WATCH_NS = 100000000, /* between looks for failed copies: other ranks may wait for what is found */
+    LOOK_NS = 100000,     /* at the end, between looks at what runs: at least, and at most */
+    RARE_LOOK_NS = 900000000,
 };
 
 struct hr_stager {
@@ -134,7 +137,7 @@ hr_status hr_stager_take_block(struct hr_stager *stager, struct hr_device *devic
         taken = busy_count < LOOKS ? take_fitting(stager, device, bytes) : NULL;
     }
     while (busy_count > 0) {
-        hr_stager_give_block(stager, busy[--busy_count]);
+        hr_stager_give_block(busy[--busy_count]);
     }
     HR_TRY(taken != NULL ? HORO_OK : create_block(device, bytes, &taken, error));
     taken->stager = stager;
@@ -143,7 +146,8 @@ hr_status hr_stager_take_block(struct hr_stager *stager, struct hr_device *devic
     return HORO_OK;
 }
 
-void hr_stager_give_block(struct hr_stager *stager, struct hr_block *block) {
+void hr_stager_give_block(struct hr_block *block) {
+    struct hr_stager *stager = block->stager;
     (void)pthread_mutex_lock(&stager->lock);
     block->request = NULL;
     let_go(block);
@@ -240,46 +244,57 @@ static int look_at(struct hr_stager *stager, struct hr_block *block) {
     if (block->has_failed && block->is_launched && block->request != NULL && stager->owner != NULL) {
         stager->on_failed(stager->owner, block->request, error.text);
     }
-    const int is_fine = !block->has_failed;
     let_go(block);
-    return is_fine;
-}
-
-/* With the lock held. 0: the stager is closed. */
-static int sleep_until_look(struct hr_stager *stager) {
-    stager->is_resting = 1;
-    while (stager->owner != NULL && first_awaited(stager, 0) == NULL) {
-        (void)pthread_cond_wait(&stager->stirred, &stager->lock);
-    }
-    stager->is_resting = 0; /* from here on nobody need wake it for what comes, which it sees at its next look */
-    const int64_t until_ns = hr_now_ns() + WATCH_NS;
-    while (stager->owner != NULL && hr_now_ns() < until_ns) {
-        hr_condition_wait(&stager->stirred, &stager->lock, until_ns);
-    }
-    return stager->owner != NULL;
+    return !block->has_failed;
 }
 
 /* ---- The end ---- */
 
-/*
- * To free pinned memory waits for all that runs on the device, perhaps for ever, and a driver may keep other
- * calls of the program's meanwhile. So it waits here. 0: it is not known what runs there.
- */
-static int await_quiet(const struct hr_stager *stager, const struct hr_device *device) {
-    int has_blocks = 0;
-    for (const struct hr_block *block = stager->idle; block != NULL; block = block->next) {
-        if (block->device == device) {
-            has_blocks = 1;
-            hr_device_await(device, block->copied);
-        }
+/* The caller has entered the device: until an event is reached, however long that takes. */
+static void await_event(const struct hr_device *device, void *event) {
+    const int64_t since_ns = hr_now_ns();
+    while (device->cuda->event_query(event) == HR_CUDA_NOT_READY) {
+        const long rarer_ns = (long)((hr_now_ns() - since_ns) / 32);
+        const struct timespec rest = {
+            .tv_nsec = rarer_ns < LOOK_NS ? LOOK_NS : rarer_ns > RARE_LOOK_NS ? RARE_LOOK_NS : rarer_ns};
+        (void)nanosleep(&rest, NULL);
     }
-    return !has_blocks || hr_device_await_program(device);
 }
 
+/*
+ * Likewise: until what the program has put on its default stream has ended, and what that waits for, as it mostly does
+ * for its other streams, which are not known here. 0: the driver refuses that.
+ */
+static int await_program(const struct hr_device *device) {
+    const struct hr_cuda *cuda = device->cuda;
+    void *event = NULL;
+    if (hr_device_refuse_capture(device, NULL, NULL) != HORO_OK ||
+        cuda->event_create(&event, HR_CUDA_EVENT_DISABLE_TIMING) != HR_CUDA_OK) {
+        return 0;
+    }
+    const int is_marked = cuda->event_record(event, NULL) == HR_CUDA_OK;
+    if (is_marked) {
+        await_event(device, event);
+    }
+    (void)cuda->event_destroy(event);
+    return is_marked;
+}
+
+/*
+ * To free pinned memory waits for all that runs on the device, perhaps for ever, and a driver may keep other
+ * calls of the program's meanwhile. So it waits here.
+ */
 static void free_device(struct hr_stager *stager, struct hr_device *device) {
     struct hr_device_visit visit;
     if (!atomic_load(&stager->is_kept) && hr_device_enter(device, &visit, NULL) == HORO_OK) {
-        const int is_quiet = await_quiet(stager, device);
+        int has_blocks = 0;
+        for (const struct hr_block *block = stager->idle; block != NULL; block = block->next) {
+            if (block->device == device) {
+                has_blocks = 1;
+                await_event(device, block->copied);
+            }
+        }
+        const int is_quiet = has_blocks && await_program(device);
         for (struct hr_block **link = &stager->idle; is_quiet && *link != NULL;) {
             struct hr_block *block = *link;
             if (block->device != device) {
@@ -306,13 +321,21 @@ static void free_stager(struct hr_stager *stager) {
 static void *watch(void *arg) {
     struct hr_stager *stager = arg;
     (void)pthread_mutex_lock(&stager->lock);
-    while (sleep_until_look(stager)) {
+    while (stager->owner != NULL) {
+        stager->is_resting = 1;
+        while (stager->owner != NULL && first_awaited(stager, 0) == NULL) {
+            (void)pthread_cond_wait(&stager->stirred, &stager->lock);
+        }
+        stager->is_resting = 0; /* from here on nobody need wake it for what comes, which it sees at its next look */
+        const int64_t until_ns = hr_now_ns() + WATCH_NS;
+        while (stager->owner != NULL && hr_now_ns() < until_ns) {
+            hr_condition_wait(&stager->stirred, &stager->lock, until_ns);
+        }
         /* copies of a device come in order: where the first ones have not failed, none have */
         uint64_t fine = 0;
         struct hr_block *block;
         while (stager->owner != NULL && (block = first_awaited(stager, fine)) != NULL) {
-            const int number = block->device->number;
-            fine |= (uint64_t)look_at(stager, block) << number;
+            fine |= (uint64_t)look_at(stager, block) << block->device->number;
         }
     }
     while (stager->first_launched != NULL && !stager->is_broken) {
@@ -361,10 +384,11 @@ void hr_stager_close(struct hr_stager *stager, int timeout_ms) {
 
 hr_status hr_stager_create(const char *const *paths, size_t path_count, void *owner, hr_stager_ready *on_ready,
                            hr_stager_failed *on_failed, struct hr_stager **stager, struct hr_error *error) {
-    struct hr_stager *made = calloc(1, sizeof *made);
+    struct hr_stager *made = malloc(sizeof *made);
     if (made == NULL) {
         return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for the use of GPUs");
     }
+    *made = (struct hr_stager){.owner = owner, .on_ready = on_ready, .on_failed = on_failed};
     int status = hr_library_load(&hr_cuda_library, paths, path_count, &made->cuda, &made->library, error);
     if (status == HORO_OK) {
         status = hr_cuda_initialize(&made->cuda, &made->library.device_count, error);
@@ -373,9 +397,6 @@ hr_status hr_stager_create(const char *const *paths, size_t path_count, void *ow
         free(made);
         return status;
     }
-    made->owner = owner;
-    made->on_ready = on_ready;
-    made->on_failed = on_failed;
     hr_condition_init(&made->stirred);
     (void)pthread_mutex_init(&made->lock, NULL);
     (void)pthread_mutex_init(&made->opening, NULL);

@@ -61,7 +61,7 @@ hr_status hr_stager_take_block(struct hr_stager *stager, struct hr_device *devic
  * freed here: that waits for all that runs on the device, perhaps for a rank that is gone, and this thread may be the
  * one that looks for such. Not with a lock that on_ready takes.
  */
-void hr_stager_give_block(struct hr_stager *stager, struct hr_block *block);
+void hr_stager_give_block(struct hr_block *block);
 
 /*
  * The values of a block are on their way, on a stream where `copied` is behind them: on_ready or on_failed is called

@@ -70,14 +70,12 @@ hr_status hr_staging_create(struct hr_stager *stager, int device, void *stream, 
     return HORO_OK;
 }
 
-void hr_staging_drop(struct hr_staging *staging) {
-    if (staging == NULL) {
-        return;
+void hr_staging_drop(void *dropped) {
+    const struct hr_staging *staging = dropped;
+    if (staging != NULL && staging->block != NULL && !staging->is_lost) {
+        hr_stager_give_block(staging->block);
     }
-    if (staging->block != NULL && !staging->is_lost) {
-        hr_stager_give_block(staging->block->stager, staging->block);
-    }
-    free(staging);
+    free(dropped);
 }
 
 /* ---- Back to the device ---- */

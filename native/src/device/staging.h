@@ -56,6 +56,6 @@ static inline void *hr_staging_host(const struct hr_staging *staging, size_t ten
 int hr_staging_copy_back(struct hr_staging *staging, const size_t *bytes, void *stream, struct hr_error *error);
 
 /* NULL is allowed. Not with a lock that on_ready takes. */
-void hr_staging_drop(struct hr_staging *staging);
+void hr_staging_drop(void *staging);
 
 #endif

@@ -5,7 +5,6 @@
 #include "engine/gpu/nccl.h"
 
 #include <stdlib.h>
-#include <string.h>
 #include <time.h>
 
 #include "base/clock.h"
@@ -29,10 +28,6 @@ static void wait_a_moment(void) {
 
 /* ---- Callers: requests ---- */
 
-static void drop_mark(void *mark) {
-    hr_mark_drop(mark);
-}
-
 int hr_gpu_place(struct hr_engine *engine, struct hr_request *request, struct hr_error *reason) {
     const horo_request *call = &request->call;
     const struct hr_on_gpu *gpu = atomic_load(&engine->on_gpu);
@@ -45,7 +40,7 @@ int hr_gpu_place(struct hr_engine *engine, struct hr_request *request, struct hr
                        "GPU by init(device=\"cuda:%d\")",
                        call->device - 1, gpu->device->number, call->device - 1);
     }
-    static const struct hr_hooks hooks = {.freed = drop_mark};
+    static const struct hr_hooks hooks = {.freed = hr_mark_drop};
     struct hr_mark *mark = NULL;
     HR_TRY(hr_mark_create(gpu->device, (void *)(uintptr_t)call->stream, &mark, reason));
     request->cargo = (struct hr_cargo){&hooks, mark};
@@ -99,11 +94,8 @@ static int find_gpu(const struct hr_engine *engine, struct hr_on_gpu **gpu, stru
 
 int hr_engine_nccl_id(struct hr_engine *engine, void *id, struct hr_error *error) {
     struct hr_on_gpu *gpu;
-    struct hr_nccl_id made;
     HR_TRY(find_gpu(engine, &gpu, error));
-    HR_TRY(hr_nccl_check(&gpu->nccl, gpu->nccl.get_unique_id(&made), "ncclGetUniqueId", NULL, error));
-    memcpy(id, &made, sizeof made);
-    return HORO_OK;
+    return hr_nccl_check(&gpu->nccl, gpu->nccl.get_unique_id(id), "ncclGetUniqueId", NULL, error);
 }
 
 static void drop(struct hr_engine *engine, struct hr_gpu_team *team) {
@@ -116,18 +108,16 @@ static void drop(struct hr_engine *engine, struct hr_gpu_team *team) {
 /* Nobody else uses what is being connected: changes of teams come one at a time. */
 int hr_engine_connect_nccl(struct hr_engine *engine, const void *id, int size, int rank, struct hr_error *error) {
     struct hr_on_gpu *gpu;
-    struct hr_nccl_id where;
     HR_TRY(find_gpu(engine, &gpu, error));
     struct hr_gpu_team *team = calloc(1, sizeof *team);
     if (team == NULL) {
         return hr_fail(error, HORO_ERR_RESOURCE, "out of memory for NCCL");
     }
-    memcpy(&where, id, sizeof where);
     team->base.ops = &hr_nccl_ops;
     team->engine = engine;
     drop(engine, gpu->connecting); /* of a change that has failed */
     gpu->connecting = team;
-    return hr_nccl_connect(&team->comm, &gpu->nccl, gpu->device, gpu->stream, &where, size, rank, error);
+    return hr_nccl_connect(&team->comm, &gpu->nccl, gpu->device, gpu->stream, id, size, rank, error);
 }
 
 int hr_engine_await_nccl(struct hr_engine *engine, int is_world, int timeout_ms, struct hr_error *error) {
@@ -241,8 +231,7 @@ static int turn(struct hr_part *part) {
     struct hr_engine *engine = part->owner;
     struct hr_on_gpu *gpu = atomic_load(&engine->on_gpu);
     int64_t soonest_ns = 0;
-    int any_busy = 0;
-    int any_over = 0;
+    int any_busy = 0, any_over = 0;
     int moved = HR_STILL;
     for (struct hr_gpu_team *team = atomic_load(&gpu->teams); team != NULL; team = team->next) {
         moved |= look(team) | team->has_moved | turn_broken(team);

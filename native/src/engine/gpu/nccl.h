@@ -5,11 +5,6 @@
 #include "backend/nccl.h"
 #include "engine/gpu/gpu.h"
 
-/* Of a request that is done on the GPU: behind the caller's work, and once it is done, behind its results. */
-static inline struct hr_mark *hr_nccl_mark(const struct hr_request *request) {
-    return request->cargo.data;
-}
-
 enum {
     HR_NCCL_LOOK_SOON_NS = 50000, /* for what holds up a request */
     HR_NCCL_LOOK_NS = 1000000,    /* for failures of what runs on the GPU, which holds up nobody here */
@@ -22,6 +17,7 @@ enum hr_nccl_phase { HR_NCCL_NO_BATCH, HR_NCCL_ORDERING, HR_NCCL_WAITING, HR_NCC
 /* A batch on its way to the stream. It and its arrays are the lane's, and stay until it is over. */
 struct hr_nccl_batch {
     enum hr_nccl_phase phase;
+    /* the cargo of each is a mark: behind the caller's work, and once it is done, behind its results */
     struct hr_request *const *requests;
     size_t count;
     struct hr_work work;

@@ -57,23 +57,6 @@ static int is_first(const struct hr_gpu_team *team) {
     return 1;
 }
 
-static int propose(struct hr_gpu_team *team) {
-    struct hr_nccl_batch *batch = &team->batch;
-    batch->number = ++gpu_of(team)->clock;
-    batch->operand = (struct hr_operand){
-        .input = &batch->number, .output = &batch->agreed, .bytes = sizeof batch->number, .dtype = HORO_INT64};
-    const struct hr_work exchange = {
-        .op = HORO_ALLREDUCE,
-        .reduce_op = HORO_MAX,
-        .prescale = 1.0,
-        .postscale = 1.0,
-        .operands = &batch->operand,
-        .count = 1,
-    };
-    batch->phase = HR_NCCL_ORDERING;
-    return team->lane->backend->ops->begin(team->lane->backend, &exchange);
-}
-
 static int agree(struct hr_gpu_team *team) {
     const int moved = team->lane->backend->ops->progress(team->lane->backend);
     if (moved != HR_DONE) {
@@ -105,13 +88,12 @@ void hr_nccl_drop_marks(struct hr_nccl_in_flight *in_flight) {
 static int has_room(struct hr_gpu_team *team) {
     struct hr_nccl_batch *batch = &team->batch;
     struct hr_nccl_in_flight *in_flight = &gpu_of(team)->in_flight;
-    while (in_flight->count > 0 &&
-           hr_mark_is_reached(in_flight->marks[in_flight->first % HR_NCCL_BATCHES_MAX])) {
+    while (in_flight->count > 0 && hr_mark_is_reached(in_flight->marks[in_flight->first % HR_NCCL_BATCHES_MAX])) {
         pop_mark(in_flight);
     }
     int awaited = 0; /* marks that the stream must wait for */
     for (size_t i = 0; i < batch->count; i++) {
-        awaited += !hr_mark_is_reached(hr_nccl_mark(batch->requests[i]));
+        awaited += !hr_mark_is_reached(batch->requests[i]->cargo.data);
     }
     const size_t per_tensor = batch->work.op == HORO_REDUCESCATTER ? (size_t)team->lane->team->size : 1;
     const size_t calls = batch->work.count * per_tensor;
@@ -138,7 +120,7 @@ static int go_out(struct hr_gpu_team *team) {
         return HR_MOVED;
     }
     for (size_t i = 0; i < team->batch.count; i++) {
-        const struct hr_mark *mark = hr_nccl_mark(team->batch.requests[i]);
+        const struct hr_mark *mark = team->batch.requests[i]->cargo.data;
         if (!hr_mark_is_reached(mark) && hr_mark_await(mark, comm->stream, &comm->failure) != HORO_OK) {
             comm->state = HR_NCCL_BROKEN;
             return HR_MOVED;
@@ -150,9 +132,10 @@ static int go_out(struct hr_gpu_team *team) {
 
 static int begin(struct hr_backend *backend, const struct hr_work *work) {
     struct hr_gpu_team *team = team_of(backend);
-    const struct hr_batch *batch = &team->lane->executor.batch;
+    const struct hr_batch *whole = &team->lane->executor.batch;
+    struct hr_nccl_batch *batch = &team->batch;
     hr_gpu_become_busy(team->engine); /* in front of all that it puts on the stream */
-    team->batch = (struct hr_nccl_batch){.requests = batch->requests, .count = batch->request_count, .work = *work};
+    *batch = (struct hr_nccl_batch){.requests = whole->requests, .count = whole->request_count, .work = *work};
     /*
      * All ranks answer alike whether there is another team, for the world's log says which there are at this record.
      * What was launched without a number comes before the first record that adds a team.
@@ -165,14 +148,20 @@ static int begin(struct hr_backend *backend, const struct hr_work *work) {
         const int moved = go_out(team);
         return moved < 0 ? moved : HORO_OK;
     }
-    return propose(team);
+    batch->number = ++gpu_of(team)->clock;
+    batch->operand = (struct hr_operand){
+        .input = &batch->number, .output = &batch->agreed, .bytes = sizeof batch->number, .dtype = HORO_INT64};
+    const struct hr_work exchange = {.op = HORO_ALLREDUCE, .reduce_op = HORO_MAX, .prescale = 1.0, .postscale = 1.0,
+                                     .operands = &batch->operand, .count = 1};
+    batch->phase = HR_NCCL_ORDERING;
+    return team->lane->backend->ops->begin(team->lane->backend, &exchange);
 }
 
 /* It is all on the stream: one mark is behind it, for all its requests. One event for each would fill the stream. */
 static int end_batch(struct hr_gpu_team *team) {
     const struct hr_nccl_batch *batch = &team->batch;
     struct hr_nccl_in_flight *in_flight = &gpu_of(team)->in_flight;
-    struct hr_mark *mark = hr_nccl_mark(batch->requests[0]);
+    struct hr_mark *mark = batch->requests[0]->cargo.data;
     struct hr_device_visit visit;
     hr_gpu_become_busy(team->engine);
     int status = hr_device_enter(team->comm.device, &visit, &team->comm.failure);
@@ -191,7 +180,7 @@ static int end_batch(struct hr_gpu_team *team) {
     in_flight->weight += batch->weight;
     for (size_t i = 1; i < batch->count; i++) {
         hr_mark_keep(mark);
-        hr_mark_drop(hr_nccl_mark(batch->requests[i]));
+        hr_mark_drop(batch->requests[i]->cargo.data);
         batch->requests[i]->cargo.data = mark;
     }
     team->batch.phase = HR_NCCL_NO_BATCH;
@@ -218,11 +207,7 @@ static void cancel(struct hr_backend *backend) {
     }
 }
 
-const struct hr_backend_ops hr_nccl_ops = {
-    .begin = begin,
-    .progress = progress,
-    .cancel = cancel,
-};
+const struct hr_backend_ops hr_nccl_ops = {.begin = begin, .progress = progress, .cancel = cancel};
 
 enum hr_gpu_wait hr_gpu_awaits(const struct hr_lane *lane) {
     const struct hr_gpu_team *team = team_of(atomic_load(&lane->on_gpu));

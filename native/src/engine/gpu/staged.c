@@ -79,8 +79,7 @@ static void describe(const struct hr_engine *engine, const struct hr_request *re
         const size_t bytes = hr_tensor_bytes(tensor);
         const size_t room = hr_round_up(bytes, HR_STAGED_ALIGNMENT);
         staged[i] = (struct hr_staged_tensor){
-            .source = (uint64_t)(uintptr_t)tensor->input,
-            .target = (uint64_t)(uintptr_t)tensor->output,
+            .source = (uint64_t)(uintptr_t)tensor->input, .target = (uint64_t)(uintptr_t)tensor->output,
             .source_bytes = counts_here ? bytes : 0,
             .room = call->op == HORO_REDUCESCATTER ? 2 * room : room,
             .result_at = call->op == HORO_REDUCESCATTER ? room : 0,
@@ -88,16 +87,7 @@ static void describe(const struct hr_engine *engine, const struct hr_request *re
     }
 }
 
-static void drop_staging(void *staging) {
-    hr_staging_drop(staging);
-}
-
-static const struct hr_hooks staged_hooks = {.freed = drop_staging, .buried = drop_staging};
-
-/* NULL: its tensors are in host memory, or stay on the GPU. */
-static struct hr_staging *staging_of(const struct hr_request *request) {
-    return request->cargo.hooks == &staged_hooks ? request->cargo.data : NULL;
-}
+static const struct hr_hooks staged_hooks = {.freed = hr_staging_drop, .buried = hr_staging_drop};
 
 /* Begins to copy the values to the host, where the request has them then. HORO_OK, or a status with its reason. */
 static int stage(struct hr_engine *engine, struct hr_request *request, struct hr_error *reason) {
@@ -156,7 +146,7 @@ hr_status hr_gpu_submit(struct hr_engine *engine, const horo_request *call, int6
         hr_request_destroy(request);
         return status;
     }
-    struct hr_staging *staging = staging_of(request);
+    const struct hr_staging *staging = request->cargo.hooks == &staged_hooks ? request->cargo.data : NULL;
     HR_TRY(hr_requests_add(&engine->requests, request, handle, error));
     /* one that is staged gets into the queue when its values are there */
     if (staging != NULL && hr_stager_launch(staging->block, staging->from_device, request, &failure) != HORO_OK) {
@@ -170,29 +160,22 @@ hr_status hr_gpu_submit(struct hr_engine *engine, const horo_request *call, int6
     return HORO_OK;
 }
 
-/* The bytes of each result, of a request that is done. */
-static void measure(const struct hr_request *request, size_t *bytes) {
-    for (int i = 0; i < request->call.tensor_count; i++) {
+/* Begins to copy results back, or has what follows in the stream wait for the copy that has been begun. */
+static int return_staged(struct hr_request *request, void *stream, struct hr_error *error) {
+    struct hr_staging *staging = request->cargo.data;
+    size_t *bytes = request->is_returned ? NULL : calloc(staging->count, sizeof *bytes);
+    if (bytes == NULL && !request->is_returned) {
+        return hr_fail(error, HORO_ERR_RESOURCE, "'%s': out of memory", request->call.name);
+    }
+    for (int i = 0; bytes != NULL && i < request->call.tensor_count; i++) {
         const horo_tensor *tensor = &request->call.tensors[i];
         const size_t all = hr_tensor_bytes(tensor);
-        size_t first;
-        size_t rows;
+        size_t first, rows;
         bytes[i] = hr_op_is(request->call.op, HR_OP_TELLING_ROWS) ? 0 : all; /* those are taken from the host */
         if (request->call.op == HORO_REDUCESCATTER && all > 0) {
             hr_part((size_t)tensor->shape[0], (size_t)request->team_size, (size_t)request->team_rank, &first, &rows);
             bytes[i] = all / (size_t)tensor->shape[0] * rows;
         }
-    }
-}
-
-/* Begins to copy results back, or has what follows in the stream wait for the copy that has been begun. */
-static int return_staged(struct hr_request *request, void *stream, struct hr_error *error) {
-    struct hr_staging *staging = staging_of(request);
-    size_t *bytes = request->is_returned ? NULL : calloc(staging->count, sizeof *bytes);
-    if (bytes != NULL) {
-        measure(request, bytes);
-    } else if (!request->is_returned) {
-        return hr_fail(error, HORO_ERR_RESOURCE, "'%s': out of memory", request->call.name);
     }
     const int status = hr_staging_copy_back(staging, bytes, stream, error);
     request->is_returned |= status == HORO_OK; /* else another call may begin that */
