@@ -1,7 +1,6 @@
 /* Takes records out of the log and runs them: the requests of this rank that they mean, and the batches of these. */
 #include <limits.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "arena/arena.h"
@@ -33,13 +32,10 @@ static void note_begun(const struct hr_lane *lane, int moves_data) {
                         : transport == NULL                                          ? HR_VIA_SHM
                         : strcmp(transport->ops->name, "mpi") == 0                   ? HR_VIA_MPI
                                                                                      : HR_VIA_TCP;
-        hr_recorder_add(&lane->node->recorder, &(struct hr_event){
-                                                   .event = HR_EVENT_RECORD,
-                                                   .op = -1,
-                                                   .team = lane->team->number,
-                                                   .number = via,
-                                                   .bytes = (int64_t)(lane->executor.place + step(&lane->executor)),
-                                               });
+        hr_recorder_add(&lane->node->recorder,
+                        &(struct hr_event){.event = HR_EVENT_RECORD, .op = -1, .team = lane->team->number,
+                                           .bytes = (int64_t)(lane->executor.place + step(&lane->executor)),
+                                           .number = via});
     }
     hr_requests_note_batch(lane->port.requests, batch->requests, batch->request_count, batch->bytes);
 }
@@ -64,7 +60,7 @@ static void end_record(struct hr_lane *lane, struct hr_request *const *requests,
     }
     executor->state = HR_EXECUTION_IDLE;
     if (count > 0) {
-        hr_requests_complete(table, requests, count, status, text);
+        hr_requests_complete(table, requests, count, status, status == HORO_OK ? NULL : text);
         return;
     }
     hr_drive_lock(table->drive);
@@ -93,26 +89,13 @@ static int resolve(struct hr_lane *lane, const struct hr_wire_ref *ref, struct h
     return learns ? hr_announcer_learn(&lane->announcer, *request, ref->id) : HORO_OK;
 }
 
-/* Room for `count` elements. */
-static int reserve(void **array, size_t *capacity, size_t count, size_t element_bytes) {
-    if (count > *capacity) {
-        void *larger = realloc(*array, count * element_bytes);
-        if (larger == NULL) {
-            return HORO_ERR_RESOURCE;
-        }
-        *array = larger;
-        *capacity = count;
-    }
-    return HORO_OK;
-}
-
 /* The operands of the requests that are in the batch. */
 static int add_operands(struct hr_batch *batch) {
     size_t count = 0;
     for (size_t i = 0; i < batch->request_count; i++) {
         count += (size_t)batch->requests[i]->call.tensor_count;
     }
-    HR_TRY(reserve((void **)&batch->operands, &batch->operand_capacity, count, sizeof *batch->operands));
+    HR_TRY(hr_reserve((void **)&batch->operands, &batch->operand_capacity, count, sizeof *batch->operands));
     batch->operand_count = 0;
     batch->bytes = 0;
     for (size_t i = 0; i < batch->request_count; i++) {
@@ -125,13 +108,8 @@ static int add_operands(struct hr_batch *batch) {
             int64_t row_bytes = 0; /* stays so where it does not fit: an allgather of such rows has been refused */
             (void)hr_shape_bytes(tensor->shape + rows, tensor->ndim - rows, tensor->dtype, &row_bytes);
             batch->operands[batch->operand_count++] = (struct hr_operand){
-                .input = tensor->input,
-                .output = tensor->output,
-                .bytes = bytes,
-                .dtype = hr_dtype_worked_on(tensor->dtype, reduce_op),
-                .wire_dtype = tensor->wire_dtype,
-                .row_bytes = (size_t)row_bytes,
-            };
+                .input = tensor->input, .output = tensor->output, .bytes = bytes, .row_bytes = (size_t)row_bytes,
+                .dtype = hr_dtype_worked_on(tensor->dtype, reduce_op), .wire_dtype = tensor->wire_dtype};
             batch->bytes += bytes;
         }
     }
@@ -151,8 +129,7 @@ static void end_batch(struct hr_lane *lane) {
     atomic_fetch_add_explicit(&counts->batches, 1, memory_order_relaxed);
     atomic_fetch_add_explicit(&counts->tensors, batch->operand_count, memory_order_relaxed);
     atomic_fetch_add_explicit(&counts->bytes, batch->bytes, memory_order_relaxed);
-    end_record(lane, batch->requests, batch->request_count, error.code,
-               error.code == HORO_OK ? NULL : error.text);
+    end_record(lane, batch->requests, batch->request_count, error.code, error.text);
 }
 
 /* HR_DONE where that all have agreed is all there is to it, else HR_MOVED or a status. */
@@ -165,14 +142,10 @@ static int begin_batch(struct hr_lane *lane) {
     }
     const struct hr_work work = {
         .op = call->op,
-        .reduce_op = call->reduce_op,
         .root_rank = hr_op_is(call->op, HR_OP_ROOTED) ? hr_team_member(lane->team, call->root_rank) : 0,
-        .prescale = call->prescale,
-        .postscale = call->postscale,
-        .operands = batch->operands,
-        .count = batch->operand_count,
-        .results = batch->requests[0]->gathered,
-        .splits = batch->requests[0]->splits,
+        .reduce_op = call->reduce_op, .prescale = call->prescale, .postscale = call->postscale,
+        .operands = batch->operands, .count = batch->operand_count,
+        .results = batch->requests[0]->gathered, .splits = batch->requests[0]->splits,
     };
     const int is_on_gpu = (call->flags & HORO_SUBMIT_ON_GPU) != 0;
     struct hr_backend *backend = is_on_gpu ? atomic_load(&lane->on_gpu) : lane->backend;
@@ -227,7 +200,7 @@ static int execute_batch(struct hr_lane *lane, const struct hr_wire_message *rec
     struct hr_batch *batch = &lane->executor.batch;
     const uint8_t *cursor = record->items;
     batch->request_count = 0;
-    HR_TRY(reserve((void **)&batch->requests, &batch->request_capacity, record->count, sizeof *batch->requests));
+    HR_TRY(hr_reserve((void **)&batch->requests, &batch->request_capacity, record->count, sizeof *batch->requests));
     for (uint32_t i = 0; i < record->count; i++) {
         struct hr_wire_ref ref;
         hr_wire_next_ref(&cursor, &ref);
@@ -267,8 +240,8 @@ static int progress_task(struct hr_lane *lane) {
          */
         cancel_task(lane);
         executor->state = HR_EXECUTION_LOST;
-        executor->confirm_ns = hr_now_ns();
-        executor->confirm_ns += lane->team->suspect.reason == HR_REASON_LINK ? CONFIRM_MS * 1000000ll : 0;
+        executor->confirm_ns =
+            hr_now_ns() + (lane->team->suspect.reason == HR_REASON_LINK ? CONFIRM_MS * 1000000ll : 0);
         hr_part_expect(&lane->part, executor->confirm_ns);
         return HR_MOVED;
     default: return moved < 0 ? moved : HORO_ERR_INTERNAL;
@@ -281,7 +254,7 @@ static int progress_task(struct hr_lane *lane) {
 
 static int load_lone(struct hr_batch *batch, struct hr_request *request) {
     batch->request_count = 0;
-    HR_TRY(reserve((void **)&batch->requests, &batch->request_capacity, 1, sizeof *batch->requests));
+    HR_TRY(hr_reserve((void **)&batch->requests, &batch->request_capacity, 1, sizeof *batch->requests));
     batch->requests[batch->request_count++] = request;
     batch->is_ahead = 0;
     return add_operands(batch);
@@ -293,8 +266,7 @@ int hr_batch_begin_ahead(struct hr_lane *lane, struct hr_request *request) {
         return 0;
     }
     if (hr_op_is(request->call.op, HR_OP_TELLING_ROWS) &&
-        (batch->bytes > ROWS_AHEAD_MOST ||
-         hr_gather_prepare(request, lane->team, request->rows, 1, NULL) != HORO_OK)) {
+        (batch->bytes > ROWS_AHEAD_MOST || hr_gather_prepare(request, lane->team, request->rows, 1, NULL) != HORO_OK)) {
         hr_request_drop_results(request);
         return 0;
     }
@@ -373,84 +345,68 @@ static void execute_leave(struct hr_lane *lane, const struct hr_wire_message *re
         hr_arena_keep_last_words(arena, record->rank, words.data, words.bytes);
     }
     hr_arena_end_once(&arena->header->left_word,
-                      (struct hr_abort){.code = record->status,
-                                        .rank = record->rank,
-                                        .by = record->rank,
+                      (struct hr_abort){.code = record->status, .rank = record->rank, .by = record->rank,
                                         .reason = words.bytes > 0 ? HR_REASON_ENDED : HR_REASON_LEFT});
     lane->executor.has_executed_leave = 1;
     hr_end_note(lane->node);
     end_record(lane, NULL, 0, HORO_OK, NULL);
 }
 
-static int execute_record(struct hr_lane *lane, const struct hr_wire_message *record) {
-    hr_record_handler *handler = lane->executor.ops->handlers[record->type];
-    switch (record->type) {
-    case HR_WIRE_BATCH: return execute_batch(lane, record);
-    case HR_WIRE_RESULT: return execute_result(lane, record);
-    case HR_WIRE_FAIL: return execute_fail(lane, record);
-    case HR_WIRE_LEAVE: execute_leave(lane, record); return HORO_OK;
-    default:
-        HR_TRY(handler == NULL ? HORO_ERR_INTERNAL : handler(lane, record));
-        end_record(lane, NULL, 0, HORO_OK, NULL);
-        return HORO_OK;
-    }
-}
-
-/* Moves what is in the ring to log_in and lets the leader know that there is room. */
-static int take_log(struct hr_lane *lane) {
-    const struct hr_partition *partition = &lane->team->partition;
-    const size_t available = (size_t)(atomic_load(&partition->header->log.written) - lane->executor.log_position);
-    if (available == 0) {
-        return HORO_OK;
-    }
-    struct hr_buffer *in = &lane->executor.log_in;
-    HR_TRY(hr_buffer_reserve(in, available));
-    in->end += hr_ring_read(&partition->header->log, partition->log_ring, HR_LOG_RING_BYTES,
-                            &lane->executor.log_position, in->data + in->end, available);
-    /* partner: flush_log */
-    atomic_store(&partition->blocks[lane->node->local_rank].log_read, lane->executor.log_position);
-    if (!lane->is_leader && atomic_load(&partition->header->log_wants_room) != 0) {
-        hr_team_wake_leader(lane->team);
-    }
-    return HORO_OK;
-}
-
 static int execute_next(struct hr_lane *lane) {
     struct hr_executor *executor = &lane->executor;
+    const struct hr_partition *partition = &lane->team->partition;
+    struct hr_buffer *in = &executor->log_in;
     struct hr_wire_message record;
     size_t bytes;
-    HR_TRY(take_log(lane));
-    const int whole = hr_frame_peek(&executor->log_in, &record, &bytes);
+    const size_t available = (size_t)(atomic_load(&partition->header->log.written) - executor->log_position);
+    if (available > 0) {
+        HR_TRY(hr_buffer_reserve(in, available));
+        in->end += hr_ring_read(&partition->header->log, partition->log_ring, HR_LOG_RING_BYTES,
+                                &executor->log_position, in->data + in->end, available);
+        /* partner: flush_log */
+        atomic_store(&partition->blocks[lane->node->local_rank].log_read, executor->log_position);
+        if (!lane->is_leader && atomic_load(&partition->header->log_wants_room) != 0) {
+            hr_team_wake_leader(lane->team);
+        }
+    }
+    const int whole = hr_frame_peek(in, &record, &bytes);
     if (whole != HORO_OK) {
         return whole < 0 ? whole : HR_STILL;
     }
     executor->record_bytes = bytes;
-    HR_TRY(execute_record(lane, &record));
-    hr_buffer_consume(&executor->log_in, bytes); /* the batch has its own copy */
-    executor->moves++;
-    return HR_MOVED;
-}
-
-static int change(struct hr_lane *lane) {
-    struct hr_executor *executor = &lane->executor;
-    struct hr_error error = {0};
-    const int moved = executor->ops->change(lane, executor->batch.requests[0], &error);
-    if (moved != HR_DONE) {
-        return moved;
+    hr_record_handler *handler = executor->ops->handlers[record.type];
+    switch (record.type) {
+    case HR_WIRE_BATCH: HR_TRY(execute_batch(lane, &record)); break;
+    case HR_WIRE_RESULT: HR_TRY(execute_result(lane, &record)); break;
+    case HR_WIRE_FAIL: HR_TRY(execute_fail(lane, &record)); break;
+    case HR_WIRE_LEAVE: execute_leave(lane, &record); break;
+    default:
+        HR_TRY(handler == NULL ? HORO_ERR_INTERNAL : handler(lane, &record));
+        end_record(lane, NULL, 0, HORO_OK, NULL);
     }
-    end_record(lane, executor->batch.requests, 1, error.code, error.code == HORO_OK ? NULL : error.text);
+    hr_buffer_consume(in, bytes); /* the batch has its own copy */
     executor->moves++;
     return HR_MOVED;
 }
 
 int hr_lane_execute(struct hr_lane *lane) {
+    struct hr_executor *executor = &lane->executor;
     const struct hr_abort *who = &lane->team->suspect;
-    switch (lane->executor.state) {
+    switch (executor->state) {
     case HR_EXECUTION_RUNNING: return progress_task(lane);
-    case HR_EXECUTION_CHANGING: return change(lane);
+    case HR_EXECUTION_CHANGING: {
+        struct hr_error error = {0};
+        const int moved = executor->ops->change(lane, executor->batch.requests[0], &error);
+        if (moved != HR_DONE) {
+            return moved;
+        }
+        end_record(lane, executor->batch.requests, 1, error.code, error.text);
+        executor->moves++;
+        return HR_MOVED;
+    }
     case HR_EXECUTION_LOST:
         /* the suspect is named, unless another rank has told of the cause */
-        if (hr_team_is_left(lane->team) || hr_now_ns() < lane->executor.confirm_ns) {
+        if (hr_team_is_left(lane->team) || hr_now_ns() < executor->confirm_ns) {
             return HR_STILL;
         }
         hr_node_abort(lane->node, who->code, who->rank, who->reason);

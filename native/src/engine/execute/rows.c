@@ -57,10 +57,8 @@ static int read_rows(struct hr_request *request, const struct hr_team *team, str
 static int measure(struct hr_request *request, int i, int size, int64_t *total) {
     struct hr_gathered *result = &request->gathered[i];
     const horo_tensor *tensor = &request->call.tensors[i];
-    int64_t rows = 0;
+    int64_t rows = 0, row_bytes = 0, bytes;
     int64_t all = 0; /* rows of all ranks for all */
-    int64_t row_bytes = 0;
-    int64_t bytes;
     /* it was checked when it was submitted */
     (void)hr_shape_bytes(tensor->shape + 1, tensor->ndim - 1, tensor->dtype, &row_bytes);
     for (int r = 0; r < size; r++) {
@@ -128,8 +126,8 @@ int hr_gather_prepare(struct hr_request *request, const struct hr_team *team, st
             char tensor[TENSOR_TEXT_BYTES];
             return hr_fail(error, HORO_ERR_USAGE,
                            "%s '%s': the rows of all %d ranks together make the result%s larger than %lld bytes",
-                           hr_op_name(request->call.op), request->call.name, team->size,
-                           which(request, i, tensor), (long long)INT64_MAX);
+                           hr_op_name(request->call.op), request->call.name, team->size, which(request, i, tensor),
+                           (long long)INT64_MAX);
         }
     }
     for (int i = 0; i < count; i++) {

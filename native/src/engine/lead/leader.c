@@ -226,7 +226,7 @@ static int flush_log(struct hr_leader *leader) {
     atomic_store(&partition->header->log_wants_room, 1);
     for (int i = 0; i < team->local_size; i++) {
         const int index = team->index_of_local[i];
-        const uint64_t read = atomic_load(&partition->blocks[index].log_read); /* partner: take_log */
+        const uint64_t read = atomic_load(&partition->blocks[index].log_read); /* partner: execute_next */
         if (read < slowest && atomic_load(&team->node->arena.blocks[index].state) != HR_MEMBER_LEFT) {
             slowest = read;
         }
