@@ -92,11 +92,8 @@ static int put_lane(const struct hr_lane *lane, struct hr_buffer *out) {
         count++;
     }
     const struct hr_wire_lane head = {
-        .team = (uint32_t)lane->team->number,
-        .members = (uint32_t)lane->team->size,
-        .executed = lane->executor.place,
-        .count = count + (lane->port.state == HR_PORT_PAUSED),
-    };
+        .team = (uint32_t)lane->team->number, .members = (uint32_t)lane->team->size,
+        .executed = lane->executor.place, .count = count + (lane->port.state == HR_PORT_PAUSED)};
     HR_TRY(hr_wire_put_lane(out, &head));
     HR_TRY(lane->port.state == HR_PORT_PAUSED ? hr_wire_put_hash(out, HR_WIRE_ALL_NAMES) : HORO_OK);
     const struct hr_request *request = NULL;
@@ -112,16 +109,11 @@ static int put_report(struct hr_engine *engine, const struct hr_buffer *moves, s
     const struct hr_blocked *blocked = &engine->blocked;
     const struct hr_wire_text text = {blocked->text, strlen(blocked->text)};
     const struct hr_wire_text others = {blocked->report.others, strlen(blocked->report.others)};
-    HR_TRY(hr_wire_put(out, &(struct hr_wire_message){.type = HR_WIRE_BLOCKED,
-                                                      .rank = engine->node->rank,
-                                                      .question = blocked->question,
-                                                      .text = text,
-                                                      .others = others,
-                                                      .sent = engine->pairs.sent,
-                                                      .received = engine->pairs.received,
-                                                      .data = hr_buffer_front(moves),
-                                                      .data_bytes = hr_buffer_size(moves),
-                                                      .count = (uint32_t)engine->lane_count}));
+    const struct hr_wire_message message = {
+        .type = HR_WIRE_BLOCKED, .rank = engine->node->rank, .question = blocked->question, .text = text,
+        .others = others, .sent = engine->pairs.sent, .received = engine->pairs.received,
+        .data = hr_buffer_front(moves), .data_bytes = hr_buffer_size(moves), .count = (uint32_t)engine->lane_count};
+    HR_TRY(hr_wire_put(out, &message));
     for (int number = 0; number < HR_TEAMS_MAX; number++) { /* in the order of the message */
         const struct hr_port *port = engine->requests.places[number].port;
         if (port != NULL) {
@@ -214,9 +206,7 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
         }
         hr_log(&lane->node->log, HORO_LOG_WARNING, "all ranks wait and nothing can finish: %s", text);
         break;
-    case HR_VERDICT_DEADLOCK:
-        hr_node_end(lane->node, HORO_ERR_DEADLOCK, "%s", text);
-        break;
+    case HR_VERDICT_DEADLOCK: hr_node_end(lane->node, HORO_ERR_DEADLOCK, "%s", text); break;
     }
     return HR_NEVER;
 }

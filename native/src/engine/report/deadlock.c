@@ -69,29 +69,6 @@ static struct hr_wire_message report_of(const struct hr_deadlock *deadlock, int 
     return message;
 }
 
-/* A walk over the lanes of all reports; begins as {.deadlock = deadlock}. */
-struct walk {
-    const struct hr_deadlock *deadlock;
-    int rank; /* whose report is next */
-    uint32_t left;
-    const uint8_t *cursor;
-};
-
-/* 0: there is none any more. */
-static int next_lane(struct walk *walk, struct hr_wire_lane *lane) {
-    while (walk->left == 0) {
-        if (walk->rank == walk->deadlock->size) {
-            return 0;
-        }
-        const struct hr_wire_message report = report_of(walk->deadlock, walk->rank++);
-        walk->left = report.count;
-        walk->cursor = report.items;
-    }
-    walk->left--;
-    hr_wire_next_lane(&walk->cursor, lane);
-    return 1;
-}
-
 /* ---- Whether anything can finish ---- */
 
 struct team {
@@ -131,19 +108,23 @@ static int has_all(const struct hr_wire_lane *lane) {
 
 /* Adds up what all reports say; 0 if they are not of one state of the logs. */
 static int add_up(const struct hr_deadlock *deadlock, struct team *teams, struct awaited *awaited) {
-    struct walk walk = {.deadlock = deadlock};
-    struct hr_wire_lane lane;
-    while (next_lane(&walk, &lane)) {
-        struct team *team = &teams[lane.team];
-        if (team->reports++ == 0) {
-            team->members = lane.members;
-            team->executed = lane.executed;
+    for (int rank = 0; rank < deadlock->size; rank++) {
+        const struct hr_wire_message report = report_of(deadlock, rank);
+        const uint8_t *cursor = report.items;
+        for (uint32_t i = 0; i < report.count; i++) {
+            struct hr_wire_lane lane;
+            hr_wire_next_lane(&cursor, &lane);
+            struct team *team = &teams[lane.team];
+            if (team->reports++ == 0) {
+                team->members = lane.members;
+                team->executed = lane.executed;
+            }
+            if (team->members != lane.members || team->executed != lane.executed) {
+                return 0;
+            }
+            team->with_all += (uint32_t)has_all(&lane);
+            awaited->names += lane.count;
         }
-        if (team->members != lane.members || team->executed != lane.executed) {
-            return 0;
-        }
-        team->with_all += (uint32_t)has_all(&lane);
-        awaited->names += lane.count;
     }
     for (int i = 0; i < HORO_TEAMS_MAX; i++) {
         if (teams[i].reports != teams[i].members) {
@@ -171,8 +152,7 @@ static int is_received(const struct hr_deadlock *deadlock, int from, struct hr_w
 
 /* Whether both ends of a send are under way, or have ended at one of them only: its receiver's, which is the first. */
 static int can_move(const struct hr_deadlock *deadlock, struct awaited *awaited) {
-    uint64_t sent = 0;
-    uint64_t received = 0;
+    uint64_t sent = 0, received = 0;
     int is_matched = 0;
     for (int rank = 0; rank < deadlock->size; rank++) {
         const struct hr_wire_message report = report_of(deadlock, rank);
@@ -204,12 +184,17 @@ static int can_finish(const struct hr_deadlock *deadlock, struct awaited *awaite
     if (all == NULL) {
         return 1; /* nothing is said that is not known */
     }
-    struct walk walk = {.deadlock = deadlock};
-    struct hr_wire_lane lane;
-    for (struct submitted *next = all; next_lane(&walk, &lane);) {
-        const int all_names = has_all(&lane);
-        for (uint32_t k = 0; k < lane.count; k++) {
-            *next++ = (struct submitted){.hash = hr_wire_u64(lane.hashes, k), .team = lane.team, .has_all = all_names};
+    struct submitted *next = all;
+    for (int rank = 0; rank < deadlock->size; rank++) {
+        const struct hr_wire_message report = report_of(deadlock, rank);
+        const uint8_t *cursor = report.items;
+        for (uint32_t i = 0; i < report.count; i++) {
+            struct hr_wire_lane lane;
+            hr_wire_next_lane(&cursor, &lane);
+            const int all_names = has_all(&lane);
+            for (uint32_t k = 0; k < lane.count; k++) {
+                *next++ = (struct submitted){hr_wire_u64(lane.hashes, k), lane.team, all_names};
+            }
         }
     }
     qsort(all, awaited->names, sizeof *all, compare);
@@ -286,16 +271,6 @@ static size_t describe_waits(const struct hr_deadlock *deadlock, char *text, siz
     return used;
 }
 
-/* The end of the sentence: the usual cause, by what is waited for: collectives, or sends and receives alone. */
-static const char *advise(const struct awaited *awaited) {
-    if (awaited->names > 0) {
-        return "has a rank fewer batches, or has it skipped a backward() or step()?";
-    }
-    return awaited->receives > 0 ? "does one of the ranks send first, with the tag that the other receives?"
-                                 : "a send ends when it is received: let one rank receive first, or use isend and "
-                                   "irecv, or batch_isend_irecv";
-}
-
 enum hr_verdict hr_deadlock_judge(struct hr_deadlock *deadlock, char *text, size_t text_bytes) {
     int open = 0; /* the first rank that may go on by another thread */
     struct awaited awaited = {0};
@@ -325,6 +300,11 @@ enum hr_verdict hr_deadlock_judge(struct hr_deadlock *deadlock, char *text, size
         return HR_VERDICT_NONE;
     }
     const size_t used = describe_waits(deadlock, text, text_bytes);
-    (void)snprintf(text + used, text_bytes - used, "; %s", advise(&awaited));
+    /* the usual cause, by what is waited for: collectives, or sends and receives alone */
+    (void)snprintf(text + used, text_bytes - used, "; %s",
+                   awaited.names > 0      ? "has a rank fewer batches, or has it skipped a backward() or step()?"
+                   : awaited.receives > 0 ? "does one of the ranks send first, with the tag that the other receives?"
+                                          : "a send ends when it is received: let one rank receive first, or use isend "
+                                            "and irecv, or batch_isend_irecv");
     return HR_VERDICT_DEADLOCK;
 }

@@ -28,8 +28,7 @@ static void end_group(const struct hr_lane *lane, const struct hr_rank_list *who
 
 /* Whether a member has not announced it; nobody has whose `announced` is NULL. */
 static int is_missing(const struct hr_lane *lane, const uint64_t *announced, int member) {
-    return !hr_agree_is_absent(&lane->leader.agree, member) &&
-           (announced == NULL || !hr_agree_has(announced, member));
+    return !hr_agree_is_absent(&lane->leader.agree, member) && (announced == NULL || !hr_agree_has(announced, member));
 }
 
 /* A message that the leaders behind a link, NULL: none, wait for that rank now. HORO_OK or a status. */
@@ -48,26 +47,18 @@ static int pass(struct hr_lane *lane, struct hr_link *link, int member, const st
     return tell_asked(lane, hr_leader_link_of(&lane->leader, member), link->leader_rank);
 }
 
-/* A leader that was asked has passed that on, to `rank`: all who ask through this one wait for that rank now. */
-static int note_asked(struct hr_lane *lane, int member, int rank) {
-    _Atomic int32_t *asked = &lane->node->arena.header->asked_rank;
-    if (atomic_load(asked) == 1 + rank) {
-        return HORO_OK;
-    }
-    atomic_store(asked, 1 + rank);
-    for (int i = 0; i < lane->leader.link_count; i++) {
-        struct hr_link *link = &lane->leader.links[i];
-        HR_TRY(link == hr_leader_link_of(&lane->leader, member) ? HORO_OK : tell_asked(lane, link, rank));
-    }
-    return HORO_OK;
-}
-
 int hr_late_handle(struct hr_lane *lane, int member, const struct hr_wire_message *message, int64_t now_ns) {
     struct hr_leader *leader = &lane->leader;
     const uint64_t *announced = NULL;
     (void)now_ns;
-    if (message->text.bytes == 0) {
-        return note_asked(lane, member, message->rank);
+    if (message->text.bytes == 0) { /* another leader is asked now: all who ask through this one wait for that rank */
+        const int asked = 1 + message->rank;
+        const int is_news = atomic_exchange(&lane->node->arena.header->asked_rank, asked) != asked;
+        for (int i = 0; is_news && i < leader->link_count; i++) {
+            struct hr_link *link = &leader->links[i];
+            HR_TRY(link == hr_leader_link_of(leader, member) ? HORO_OK : tell_asked(lane, link, message->rank));
+        }
+        return HORO_OK;
     }
     if (member > 0 && member < lane->team->local_size) { /* its turn comes when all that is announced here is read */
         return hr_announcer_put(&lane->announcer, message);
@@ -130,8 +121,7 @@ static int ask(const struct late *late, int64_t until_ns) {
     lane->part.is_quiet = 0;
     if (!lane->is_leader) {
         const int leader = lane->team->index_of_local[0];
-        const int flushed = hr_announcer_flush(&lane->announcer);
-        HR_TRY(flushed);
+        HR_TRY(hr_announcer_flush(&lane->announcer));
         atomic_store(&node->arena.blocks[leader].called_until_ns, until_ns); /* partner: needs, in stall.c */
         hr_node_call(node, leader);
     }
@@ -139,34 +129,29 @@ static int ask(const struct late *late, int64_t until_ns) {
     return HORO_OK;
 }
 
-/* The ranks of this host that others wait for, and that have not answered the roll call: they are stopped. */
-static void find_silent(const struct hr_lane *lane, struct hr_rank_list *who) {
-    const uint32_t roll_call = lane->engine->late.roll_call; /* one that has answered a later one is there, too */
+/* Nobody has ended the group: 1, this rank has; 0: before the last look, others may know better. */
+static int give_up(const struct late *late, int is_last) {
+    const struct hr_lane *lane = late->lane;
     const struct hr_team *team = lane->team;
+    const uint32_t roll_call = lane->engine->late.roll_call; /* one that has answered a later one is there, too */
     const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;
+    struct hr_rank_list who = {0};
+    /* ranks of this host that others wait for, and that have not answered the roll call: they are stopped */
     for (int i = 0; i < team->local_size; i++) {
         const struct hr_arena_block *block = hr_block_of(lane, i);
         const uint64_t place = atomic_load_explicit(&block->log_executed[team->number], memory_order_relaxed);
         /* a rank behind that place has done its part; where nothing is executed, the leader is to agree on it */
         const int is_awaited = is_executing ? place <= lane->executor.place : i == 0;
         if (i != team->local_rank && is_awaited && (int32_t)(atomic_load(&block->present) - roll_call) < 0) {
-            hr_rank_list_add(who, team->job_rank[team->rank_of_local[i]]);
+            hr_rank_list_add(&who, team->job_rank[team->rank_of_local[i]]);
         }
     }
-}
-
-/* Nobody has ended the group: 1, this rank has; 0: before the last look, others may know better. */
-static int give_up(const struct late *late, int is_last) {
-    const struct hr_lane *lane = late->lane;
-    struct hr_rank_list who = {0};
-    find_silent(lane, &who);
     if (who.count == 0 && !is_last) {
         return 0;
     }
     if (who.count == 0) {
-        const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;
         const int asked = is_executing ? -1 : atomic_load(&lane->node->arena.header->asked_rank) - 1;
-        const int other = asked >= 0 ? asked : hr_stall_find_only_other(lane->team);
+        const int other = asked >= 0 ? asked : hr_stall_find_only_other(team);
         if (other >= 0) {
             hr_rank_list_add(&who, other);
         }

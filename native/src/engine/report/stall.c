@@ -76,9 +76,8 @@ static int describe_undecided(struct hr_lane *lane, int64_t now_ns, char *text, 
             stalled->blocked_ns = since_ns;
         }
         if (count++ < HR_NAMES_IN_TEXT && used < text_bytes) {
-            used +=
-                (size_t)snprintf(text + used, text_bytes - used, "%s'%s' (no answer from %s)",
-                                 count == 1 ? "" : "; ", request->call.name, who);
+            used += (size_t)snprintf(text + used, text_bytes - used, "%s'%s' (no answer from %s)",
+                                     count == 1 ? "" : "; ", request->call.name, who);
         }
     }
     hr_drive_unlock(&lane->engine->drive);
@@ -129,13 +128,11 @@ static void check_answers(struct hr_lane *lane, int64_t now_ns) {
     for (int member = 0; member < lane->team->local_size; member++) {
         const struct hr_arena_block *block = hr_block_of(lane, member);
         if (atomic_load(&block->answers) != 0 && atomic_load(&block->answered) != atomic_load(&block->asked)) {
+            const int rank = lane->team->job_rank[lane->team->rank_of_local[member]];
             char name[HR_NAME_TEXT_BYTES];
-            (void)hr_node_name_rank(lane->node, lane->team->job_rank[lane->team->rank_of_local[member]], name,
-                                    sizeof name);
             hr_log(&lane->node->log, HORO_LOG_WARNING,
                    "%s does not answer where it stands: its Python interpreter is busy in a call that keeps it, or its "
-                   "process is stopped",
-                   name);
+                   "process is stopped", hr_node_name_rank(lane->node, rank, name, sizeof name));
         }
     }
 }
@@ -152,43 +149,34 @@ static const char *name_team(const struct hr_lane *lane, char *text) {
     return text;
 }
 
-static void log_stalled(struct hr_lane *lane, const struct hr_stalled *stalled, int64_t now_ns) {
-    char lines[HORO_MESSAGE_MAX + HORO_MESSAGE_MAX / 2];
-    char where[TEAM_TEXT_BYTES];
-    char seconds[HR_SECONDS_BYTES];
-    char more[64] = "";
-    hr_stall_describe(lane, stalled, lines, sizeof lines);
-    if (stalled->total > stalled->count) {
-        (void)snprintf(more, sizeof more, " (%d of %d names)", stalled->count, stalled->total);
-    }
-    hr_log(&lane->node->log, HORO_LOG_WARNING,
-           "waiting%s for %s s for ranks that have not submitted what others have%s; they may be slow or stopped, or "
-           "take another path through the program:%s",
-           name_team(lane, where), hr_seconds(now_ns - stalled->oldest_ns, seconds), more, lines);
-}
-
 /* Returns when to look again. */
 static int64_t report(struct hr_lane *lane, int64_t now_ns) {
     struct hr_node *node = lane->node;
-    char names[HORO_MESSAGE_MAX];
+    char lines[HORO_MESSAGE_MAX + HORO_MESSAGE_MAX / 2], where[TEAM_TEXT_BYTES], seconds[HR_SECONDS_BYTES];
     struct hr_stalled stalled = {.culprit = -1, .oldest_ns = now_ns, .blocked_ns = now_ns};
     if (lane->is_leader) {
         hr_stall_find(lane, now_ns, &stalled);
     }
     if (stalled.count > 0) {
-        log_stalled(lane, &stalled, now_ns);
+        char more[64] = "";
+        hr_stall_describe(lane, &stalled, lines, sizeof lines);
+        if (stalled.total > stalled.count) {
+            (void)snprintf(more, sizeof more, " (%d of %d names)", stalled.count, stalled.total);
+        }
+        hr_log(&node->log, HORO_LOG_WARNING,
+               "waiting%s for %s s for ranks that have not submitted what others have%s; they may be slow or stopped, "
+               "or take another path through the program:%s",
+               name_team(lane, where), hr_seconds(now_ns - stalled.oldest_ns, seconds), more, lines);
         if (lane->stall.answers_ns == 0) { /* one question at a time */
             ask(lane, &stalled, node->rank, now_ns);
         }
-    } else if (lane->leader.is_root || describe_undecided(lane, now_ns, names, sizeof names, &stalled) == 0) {
+    } else if (lane->leader.is_root || describe_undecided(lane, now_ns, lines, sizeof lines, &stalled) == 0) {
         return now_ns + node->stall_warning_ns;
     } else if (!lane->is_leader && leader_looks_until_ns(lane) >= now_ns) {
         stalled.blocked_ns = now_ns; /* it sees to that */
     } else if (take_turn(lane, now_ns)) {
-        char where[TEAM_TEXT_BYTES];
-        char seconds[HR_SECONDS_BYTES];
         hr_log(&node->log, HORO_LOG_WARNING, "waiting%s for %s s for an answer, all here have submitted: %s",
-               name_team(lane, where), hr_seconds(now_ns - stalled.oldest_ns, seconds), names);
+               name_team(lane, where), hr_seconds(now_ns - stalled.oldest_ns, seconds), lines);
     }
     hr_end_show_events(lane->node, HORO_LOG_WARNING); /* every rank its own, also those whose turn it is not */
     if (node->stall_shutdown_ns > 0 &&
@@ -196,23 +184,6 @@ static int64_t report(struct hr_lane *lane, int64_t now_ns) {
         hr_node_abort(node, HORO_ERR_STALLED, stalled.culprit, HR_REASON_STALLED);
     }
     return now_ns + node->stall_warning_ns;
-}
-
-/*
- * The rank here that is in this batch, or not yet in it, and has missed its looks: it is stopped. A rank that looks
- * only waits, like this one, however few stages it has behind it. -1 if all look.
- */
-static int find_silent(const struct hr_lane *lane, int64_t now_ns) {
-    const struct hr_team *team = lane->team;
-    for (int i = 0; i < team->local_size; i++) {
-        const struct hr_arena_block *block = hr_block_of(lane, i);
-        if (i != team->local_rank && atomic_load_explicit(&block->alive_until_ns, memory_order_relaxed) < now_ns &&
-            atomic_load_explicit(&block->log_executed[team->number], memory_order_relaxed) <=
-                lane->executor.place) {
-            return team->job_rank[team->rank_of_local[i]];
-        }
-    }
-    return -1;
 }
 
 int hr_stall_find_only_other(const struct hr_team *team) {
@@ -227,25 +198,33 @@ int hr_stall_find_only_other(const struct hr_team *team) {
 /* The batch that is being executed has not moved for waited_ns. */
 static void report_batch(struct hr_lane *lane, int64_t now_ns, int64_t waited_ns) {
     struct hr_node *node = lane->node;
+    const struct hr_team *team = lane->team;
     const enum hr_gpu_wait on_gpu = hr_gpu_awaits(lane);
-    const int silent = find_silent(lane, now_ns);
+    /*
+     * the rank here that is in this batch, or not yet in it, and has missed its looks: it is stopped. A rank that looks
+     * only waits, like this one, however few stages it has behind it
+     */
+    int silent = -1;
+    for (int i = 0; i < team->local_size && silent < 0; i++) {
+        const struct hr_arena_block *block = hr_block_of(lane, i);
+        if (i != team->local_rank && atomic_load_explicit(&block->alive_until_ns, memory_order_relaxed) < now_ns &&
+            atomic_load_explicit(&block->log_executed[team->number], memory_order_relaxed) <= lane->executor.place) {
+            silent = team->job_rank[team->rank_of_local[i]];
+        }
+    }
     const int is_late_here = silent < 0 && on_gpu == HR_GPU_ITSELF;
-    const int late = silent >= 0 ? silent : is_late_here ? -1 : hr_stall_find_only_other(lane->team);
+    const int late = silent >= 0 ? silent : is_late_here ? -1 : hr_stall_find_only_other(team);
     /*
      * of patience: the ranks beside the culprit know it; one that has no turn yet may itself wait for others, and so
      * may one that waits for its GPU, which other GPUs hold up; those that are further know more than one in front
      */
     const int may_wait = on_gpu == HR_GPU_OTHER_RANKS || (late >= 0 && on_gpu == HR_GPU_BESIDE);
     const int periods = silent < 0 && may_wait ? 2 : late < 0;
-    char name[HR_NAME_TEXT_BYTES];
-    if (late >= 0) {
-        (void)hr_node_name_rank(node, late, name, sizeof name);
-    } else {
-        (void)snprintf(name, sizeof name, "%s",
-                       is_late_here                 ? "its own GPU"
-                       : lane->team->host_count > 1 ? "another host"
-                                                    : "another rank");
-    }
+    char text[HR_NAME_TEXT_BYTES];
+    const char *name = late >= 0              ? hr_node_name_rank(node, late, text, sizeof text)
+                       : is_late_here         ? "its own GPU"
+                       : team->host_count > 1 ? "another host"
+                                              : "another rank";
     char where[TEAM_TEXT_BYTES];
     char seconds[HR_SECONDS_BYTES];
     hr_log(&node->log, HORO_LOG_WARNING, "waiting%s for %s in the middle of an operation for %s s",
@@ -272,8 +251,7 @@ static int note_moves(struct hr_lane *lane, int64_t now_ns, int was_stopped) {
     const uint64_t moves = hr_part_lane.moves(&lane->part);
     const int is_executing = lane->executor.state != HR_EXECUTION_IDLE;
     /* others have not caused the delay while it was stopped itself, or other batches here had their turn */
-    if (moves != stall->moves || (is_executing && was_stopped) ||
-        hr_gpu_awaits(lane) == HR_GPU_OTHER_LANES) {
+    if (moves != stall->moves || (is_executing && was_stopped) || hr_gpu_awaits(lane) == HR_GPU_OTHER_LANES) {
         stall->moves = moves;
         stall->moved_ns = now_ns;
         return 1;
@@ -284,8 +262,7 @@ static int note_moves(struct hr_lane *lane, int64_t now_ns, int was_stopped) {
 /* Reports what has waited too long in a lane; returns when to look again (0: no need). */
 static int64_t check(struct hr_lane *lane, int64_t now_ns, int was_stopped) {
     const int64_t warning_ns = lane->node->stall_warning_ns;
-    const int is_idle = atomic_load(&lane->port.pending) == 0 &&
-                        (!lane->is_leader || lane->leader.agree.active == 0);
+    const int is_idle = atomic_load(&lane->port.pending) == 0 && (!lane->is_leader || lane->leader.agree.active == 0);
     if (warning_ns <= 0 || is_idle) {
         return 0;
     }

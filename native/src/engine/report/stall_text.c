@@ -5,20 +5,6 @@
 
 /* ---- Names that have waited too long ---- */
 
-/* Calls that ranks here wait for behind a refusal of their own, which is all that has been announced. */
-static void find_behind(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stalled) {
-    for (int member = 0; member < lane->team->local_size && stalled->count > 0; member++) {
-        const struct hr_arena_block *block = hr_block_of(lane, member);
-        const uint64_t behind = atomic_load_explicit(&block->behind, memory_order_relaxed);
-        const int64_t since_ns = (int64_t)(behind / HR_TEAMS_MAX);
-        if (behind != 0 && (int)(behind % HR_TEAMS_MAX) == lane->team->number &&
-            atomic_load_explicit(&block->alive_until_ns, memory_order_relaxed) >= now_ns &&
-            since_ns < stalled->blocked_ns) {
-            stalled->blocked_ns = since_ns;
-        }
-    }
-}
-
 /*
  * The first that has not submitted something that holds up others, or anything else: who has not joined may wait itself
  * for a rank that is late with something else. Local ranks come first, and are known better.
@@ -47,7 +33,16 @@ void hr_stall_find(struct hr_lane *lane, int64_t now_ns, struct hr_stalled *stal
             stalled->blocked_ns = name->since_ns;
         }
     }
-    find_behind(lane, now_ns, stalled);
+    /* calls that ranks here wait for behind a refusal of their own, which is all that has been announced */
+    for (int member = 0; member < lane->team->local_size && stalled->count > 0; member++) {
+        const struct hr_arena_block *block = hr_block_of(lane, member);
+        const uint64_t behind = atomic_load_explicit(&block->behind, memory_order_relaxed);
+        const int64_t since_ns = (int64_t)(behind / HR_TEAMS_MAX);
+        if (behind != 0 && (int)(behind % HR_TEAMS_MAX) == lane->team->number && since_ns < stalled->blocked_ns &&
+            atomic_load_explicit(&block->alive_until_ns, memory_order_relaxed) >= now_ns) {
+            stalled->blocked_ns = since_ns;
+        }
+    }
     int missing = first_missing(lane, stalled, 1);
     missing = missing < 0 ? first_missing(lane, stalled, 0) : missing;
     stalled->periods = missing >= lane->team->local_size;
@@ -85,8 +80,7 @@ int hr_stall_is_waited_for(const struct hr_lane *lane, const struct hr_stalled *
     if (!is_whole(stalled, excused)) {
         return !is_whole(stalled, submitted | excused);
     }
-    return !is_whole(stalled, submitted) &&
-           (member >= lane->team->local_size || !hr_stall_is_waiting(lane, member));
+    return !is_whole(stalled, submitted) && (member >= lane->team->local_size || !hr_stall_is_waiting(lane, member));
 }
 
 static size_t list_names(const struct hr_stalled *stalled, uint32_t names, char *text, size_t text_bytes) {
@@ -112,24 +106,6 @@ void hr_rank_list_add(struct hr_rank_list *list, int rank) {
     }
 }
 
-/* "rank 1 (h1) has" or "ranks 1, 3 (h1) have". */
-static size_t name_members(const struct hr_lane *lane, const uint32_t *submitted, int first, char *text,
-                           size_t text_bytes) {
-    const int rank = lane->leader.member_ranks[first];
-    const char *host = lane->node->host_name_of_rank[rank];
-    if (first >= lane->team->local_size) {
-        return (size_t)snprintf(text, text_bytes, "the ranks led by rank %d (%s) have all", rank, host);
-    }
-    struct hr_rank_list alike = {0};
-    for (int member = first; member < lane->team->local_size && member < MEMBERS_MAX; member++) {
-        if (submitted[member] == submitted[first]) {
-            hr_rank_list_add(&alike, lane->leader.member_ranks[member]);
-        }
-    }
-    return (size_t)snprintf(text, text_bytes, "rank%s %s (%s) %s", alike.count == 1 ? "" : "s", alike.numbers, host,
-                            alike.count == 1 ? "has" : "have");
-}
-
 static size_t write_line(const struct hr_lane *lane, const struct hr_stalled *stalled, const uint32_t *submitted,
                          int member, char *text, size_t text_bytes) {
     char have[HR_NAMES_IN_TEXT * (HR_BLOCKED_NAME_MAX + 4)] = "";
@@ -137,7 +113,20 @@ static size_t write_line(const struct hr_lane *lane, const struct hr_stalled *st
     char who[2 * HR_NAME_TEXT_BYTES];
     const size_t had = list_names(stalled, submitted[member], have, sizeof have);
     const size_t lacked = list_names(stalled, ~submitted[member], lack, sizeof lack);
-    (void)name_members(lane, submitted, member, who, sizeof who);
+    const int rank = lane->leader.member_ranks[member];
+    const char *host = lane->node->host_name_of_rank[rank];
+    struct hr_rank_list alike = {0};
+    for (int other = member; other < lane->team->local_size && other < MEMBERS_MAX; other++) {
+        if (submitted[other] == submitted[member]) {
+            hr_rank_list_add(&alike, lane->leader.member_ranks[other]);
+        }
+    }
+    if (alike.count > 0) {
+        (void)snprintf(who, sizeof who, "rank%s %s (%s) %s", alike.count == 1 ? "" : "s", alike.numbers, host,
+                       alike.count == 1 ? "has" : "have");
+    } else {
+        (void)snprintf(who, sizeof who, "the ranks led by rank %d (%s) have all", rank, host);
+    }
     if ((submitted[member] & HAS_JOINED) != 0) {
         return (size_t)snprintf(text, text_bytes, "\n  %s joined", who);
     }
