@@ -7,7 +7,7 @@
 #include "node/team.h"
 #include "wire/frame.h"
 
-_Static_assert(sizeof(struct hr_mail_message) + HR_MAIL_BYTES_MAX <= HR_PAIR_RING_BYTES, "each message has room");
+_Static_assert(sizeof(struct hr_mail_message) + HR_WIRE_MAIL_MAX <= HR_PAIR_RING_BYTES, "each message has room");
 
 static size_t place_of(const struct hr_mail *mail, int from, int to) {
     return (size_t)to * (size_t)mail->node->local_size + (size_t)from;
@@ -41,12 +41,11 @@ void hr_mail_fini(struct hr_mail *mail) {
 }
 
 int hr_mail_local_of(const struct hr_mail *mail, int rank) {
-    const struct hr_node *node = mail->node;
-    int local = 0;
-    while (local < node->local_size && node->rank_of_local[local] != rank) {
-        local++;
+    int local = mail->node->local_size - 1;
+    while (local >= 0 && mail->node->rank_of_local[local] != rank) {
+        local--;
     }
-    return local < node->local_size ? local : -1;
+    return local;
 }
 
 /* ---- Between hosts: their leaders pass it on, along the tree ---- */
@@ -65,55 +64,24 @@ static struct hr_link *link_to(const struct hr_leader *leader, int rank) {
     return leader->has_parent ? &leader->links[0] : NULL;
 }
 
-static hr_status carry(const struct hr_mail *mail, const struct hr_mail_message *message, const void *data) {
-    struct hr_link *link = link_to(mail->leader, message->to);
-    if (link == NULL) {
-        return HORO_ERR_INTERNAL;
-    }
-    const struct hr_wire_message wire = {
-        .type = HR_WIRE_MAIL,
-        .rank = message->from,
-        .status = message->status,
-        .data = data,
-        .data_bytes = message->bytes,
-        .mail = {.to = message->to,
-                 .kind = message->kind,
-                 .dtype = message->dtype,
-                 .tag = message->tag,
-                 .send = message->send,
-                 .count = message->count},
-    };
-    return link->open ? hr_frame_put(&link->out, &wire) : HORO_OK; /* else the group ends for that */
-}
-
 hr_status hr_mail_of_link(const struct hr_mail *mail, int member, const struct hr_wire_message *wire,
                           struct hr_mail_message *message) {
     const struct hr_leader *leader = mail->leader;
-    if (leader == NULL) {
+    const struct hr_link *link = leader == NULL ? NULL : hr_leader_link_of(leader, member);
+    const int to = wire->mail.to;
+    if (link == NULL || to >= leader->team->size) {
         return HORO_ERR_INTERNAL;
     }
     const struct hr_team *team = leader->team;
-    const int to = wire->mail.to;
-    const struct hr_link *link = hr_leader_link_of(leader, member);
-    if (link == NULL || to >= team->size) {
-        return HORO_ERR_INTERNAL;
-    }
     const int goes_on = team->host_of_rank[to] != team->host;
     if (team->host_of_rank[wire->rank] == team->host || link_to(leader, wire->rank) != link ||
         (goes_on && link_to(leader, to) == link)) {
         return HORO_ERR_INTERNAL; /* it does not come from there, or would go back */
     }
     *message = (struct hr_mail_message){
-        .from = wire->rank,
-        .to = to,
-        .kind = (uint16_t)wire->mail.kind,
-        .bytes = (uint16_t)wire->data_bytes,
-        .send = wire->mail.send,
-        .count = wire->mail.count,
-        .tag = wire->mail.tag,
-        .dtype = wire->mail.dtype,
-        .status = wire->status,
-    };
+        .from = wire->rank, .to = to, .status = wire->status,
+        .kind = (uint16_t)wire->mail.kind, .dtype = wire->mail.dtype, .tag = wire->mail.tag,
+        .send = wire->mail.send, .count = wire->mail.count, .bytes = (uint16_t)wire->data_bytes};
     return HORO_OK;
 }
 
@@ -169,24 +137,29 @@ static int send_out(struct hr_mail *mail, int peer) {
     return moved;
 }
 
-static hr_status put_into_ring(struct hr_mail *mail, int peer, const struct hr_mail_message *message,
-                               const void *data) {
-    struct hr_buffer *out = &mail->peers[peer].out;
-    const int is_first = ring_has_room(mail, peer);
+hr_status hr_mail_pass(struct hr_mail *mail, const struct hr_mail_message *message, const void *data) {
+    const int ring = way_to(mail, message->to);
+    mail->moves++;
+    if (ring < 0) {
+        struct hr_link *link = link_to(mail->leader, message->to);
+        const struct hr_wire_message wire = {
+            .type = HR_WIRE_MAIL, .rank = message->from, .status = message->status,
+            .data = data, .data_bytes = message->bytes,
+            .mail = {.to = message->to, .kind = message->kind, .dtype = message->dtype, .tag = message->tag,
+                     .send = message->send, .count = message->count}};
+        HR_TRY(link == NULL ? HORO_ERR_INTERNAL : HORO_OK);
+        return link->open ? hr_frame_put(&link->out, &wire) : HORO_OK; /* else the group ends for that */
+    }
+    struct hr_buffer *out = &mail->peers[ring].out;
+    const int is_first = ring_has_room(mail, ring);
     HR_TRY(hr_buffer_reserve(out, sizeof *message + message->bytes));
     (void)hr_buffer_append(out, message, sizeof *message); /* there is room for both */
     (void)hr_buffer_append(out, data, message->bytes);
     if (is_first) {
-        (void)send_out(mail, peer);
-        mail->unsent += !ring_has_room(mail, peer);
+        (void)send_out(mail, ring);
+        mail->unsent += !ring_has_room(mail, ring);
     }
     return HORO_OK;
-}
-
-hr_status hr_mail_pass(struct hr_mail *mail, const struct hr_mail_message *message, const void *data) {
-    const int ring = way_to(mail, message->to);
-    mail->moves++;
-    return ring < 0 ? carry(mail, message, data) : put_into_ring(mail, ring, message, data);
 }
 
 hr_status hr_mail_put(struct hr_mail *mail, int rank, struct hr_mail_message message, const void *data) {
@@ -261,7 +234,7 @@ int hr_mail_take(struct hr_mail *mail, hr_mail_handler *handle, void *owner) {
         const char *ring = mail->rings.rings + place * HR_PAIR_RING_BYTES;
         uint64_t *read = &mail->peers[peer].read;
         struct hr_mail_message message;
-        char data[HR_MAIL_BYTES_MAX];
+        char data[HR_WIRE_MAIL_MAX];
         size_t got;
         while ((got = hr_ring_read(&head->ring, ring, HR_PAIR_RING_BYTES, read, &message, sizeof message)) > 0) {
             if (got < sizeof message || message.bytes > sizeof data ||

@@ -23,10 +23,6 @@
  */
 enum hr_mail_kind { HR_MAIL_OFFER = 1, HR_MAIL_PULL = 2, HR_MAIL_DATA = 3, HR_MAIL_DONE = 4, HR_MAIL_ASK = 5 };
 
-enum {
-    HR_MAIL_BYTES_MAX = HR_WIRE_MAIL_MAX, /* behind one message */
-};
-
 struct hr_mail_message {
     uint64_t send;    /* the number that its rank has given to the send */
     uint64_t count;   /* of elements; PULL, DATA: the offset in bytes */
@@ -36,7 +32,7 @@ struct hr_mail_message {
     int32_t dtype;
     int32_t status; /* DONE */
     uint16_t kind;
-    uint16_t bytes; /* that follow */
+    uint16_t bytes; /* that follow, HR_WIRE_MAIL_MAX at most */
 };
 
 /* Of another rank, by local index. */

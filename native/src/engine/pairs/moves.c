@@ -114,11 +114,8 @@ static hr_status match(struct hr_pairs *pairs, struct hr_move_of_pair *move, con
     move->send = offer->send;
     move->address = offer->address;
     if (move->dtype != offer->dtype || move->count != offer->count) {
-        const struct hr_mail_message message = {.kind = HR_MAIL_DONE,
-                                                .send = offer->send,
-                                                .status = HORO_ERR_MISMATCH,
-                                                .dtype = move->dtype,
-                                                .count = move->count};
+        const struct hr_mail_message message = {.kind = HR_MAIL_DONE, .send = offer->send, .dtype = move->dtype,
+                                                .status = HORO_ERR_MISMATCH, .count = move->count};
         HR_TRY(hr_mail_put(&pairs->mail, offer->from, message, NULL));
         fail(pairs, move, offer->dtype, offer->count);
         return HORO_OK;
@@ -184,11 +181,8 @@ int hr_moves_read_some(struct hr_pairs *pairs) {
         return HR_STILL;
     }
     const struct hr_node *node = pairs->mail.node;
-    const struct hr_peer_range range = {
-        move->data + move->moved,
-        move->address + move->moved,
-        hr_smaller(move->bytes - move->moved, READ_AT_ONCE),
-    };
+    const struct hr_peer_range range = {move->data + move->moved, move->address + move->moved,
+                                        hr_smaller(move->bytes - move->moved, READ_AT_ONCE)};
     const int local = hr_mail_local_of(&pairs->mail, move->pair.peer);
     const int error = hr_read_peer(node, local, &range, 1);
     /* partner: turn, in leave.c */
@@ -236,14 +230,8 @@ hr_status hr_move_offer(struct hr_pairs *pairs, struct hr_move_of_pair *move) {
     move->send = ++pairs->last_send;
     append(pairs, move, HR_MOVE_OFFERED);
     const struct hr_mail_message message = {
-        .kind = HR_MAIL_OFFER,
-        .send = move->send,
-        .tag = move->pair.tag,
-        .dtype = move->dtype,
-        .count = move->count,
-        .address = (uint64_t)(uintptr_t)move->data,
-        .bytes = (uint16_t)(is_small ? move->bytes : 0),
-    };
+        .kind = HR_MAIL_OFFER, .send = move->send, .tag = move->pair.tag, .dtype = move->dtype, .count = move->count,
+        .address = (uint64_t)(uintptr_t)move->data, .bytes = (uint16_t)(is_small ? move->bytes : 0)};
     return hr_mail_put(&pairs->mail, move->pair.peer, message, move->data);
 }
 
@@ -278,11 +266,8 @@ int hr_moves_send_pieces(struct hr_pairs *pairs) {
     }
     do {
         const struct hr_mail_message message = {
-            .kind = HR_MAIL_DATA,
-            .send = move->send,
-            .count = move->moved,
-            .bytes = (uint16_t)hr_smaller(move->limit - move->moved, HR_MAIL_BYTES_MAX),
-        };
+            .kind = HR_MAIL_DATA, .send = move->send, .count = move->moved,
+            .bytes = (uint16_t)hr_smaller(move->limit - move->moved, HR_WIRE_MAIL_MAX)};
         HR_TRY(hr_mail_put(&pairs->mail, move->pair.peer, message, move->data + move->moved));
         move->moved += message.bytes;
     } while (may_send(pairs, move));

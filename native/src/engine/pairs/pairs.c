@@ -149,13 +149,8 @@ static int64_t due(struct hr_part *part, int64_t now_ns) {
     return next_ns;
 }
 
-static const struct hr_part_ops PART = {.rank = HR_PART_PAIRS,
-                                        .turn = turn,
-                                        .outlives = 1,
-                                        .due = due,
-                                        .await = hr_part_rest,
-                                        .needs = needs,
-                                        .moves = count_moves};
+static const struct hr_part_ops PART = {.rank = HR_PART_PAIRS, .turn = turn, .outlives = 1, .due = due,
+                                        .await = hr_part_rest, .needs = needs, .moves = count_moves};
 
 /* ---- Requests ---- */
 
@@ -190,16 +185,6 @@ static hr_status check(const struct hr_node *node, int op, struct hr_pair pair, 
     return HORO_OK;
 }
 
-/* "receive from rank 3, tag 7" */
-static void name_call(int op, struct hr_pair pair, char *name, size_t name_bytes) {
-    if (pair.peer < 0) {
-        (void)snprintf(name, name_bytes, "receive from any rank, tag %d", pair.tag);
-    } else {
-        (void)snprintf(name, name_bytes, "%s rank %d, tag %d", op == HORO_SEND ? "send to" : "receive from", pair.peer,
-                       pair.tag);
-    }
-}
-
 hr_status hr_pairs_submit(struct hr_pairs *pairs, const horo_request *given, struct hr_pair pair, int64_t *handle,
                           struct hr_error *error) {
     struct hr_requests *requests = pairs->requests;
@@ -211,15 +196,15 @@ hr_status hr_pairs_submit(struct hr_pairs *pairs, const horo_request *given, str
     hr_drive_unlock(requests->drive);
     HR_TRY(opened);
     char name[64];
-    name_call(op, pair, name, sizeof name);
-    const horo_request call = {.name = name,
-                               .op = op,
-                               .flags = given->flags & HORO_SUBMIT_SYNC,
-                               .timeout_ms = given->timeout_ms,
-                               .prescale = 1.0,
-                               .postscale = 1.0,
-                               .tensors = tensor,
-                               .tensor_count = 1};
+    if (pair.peer < 0) {
+        (void)snprintf(name, sizeof name, "receive from any rank, tag %d", pair.tag);
+    } else {
+        (void)snprintf(name, sizeof name, "%s rank %d, tag %d", op == HORO_SEND ? "send to" : "receive from", pair.peer,
+                       pair.tag);
+    }
+    const horo_request call = {
+        .name = name, .op = op, .flags = given->flags & HORO_SUBMIT_SYNC, .timeout_ms = given->timeout_ms,
+        .prescale = 1.0, .postscale = 1.0, .tensors = tensor, .tensor_count = 1};
     struct hr_request *request = NULL;
     HR_TRY(hr_requests_create(requests, &call, &request, error));
     struct hr_move_of_pair *move = malloc(sizeof *move);
@@ -228,12 +213,8 @@ hr_status hr_pairs_submit(struct hr_pairs *pairs, const horo_request *given, str
         return hr_fail(error, HORO_ERR_RESOURCE, "'%s': out of memory", name);
     }
     *move = (struct hr_move_of_pair){
-        .pairs = pairs,
-        .request = request,
-        .pair = pair,
-        .dtype = tensor->dtype,
-        .count = (uint64_t)request->data_bytes / hr_dtype_bytes(tensor->dtype),
-        .bytes = (size_t)request->data_bytes,
+        .pairs = pairs, .request = request, .pair = pair, .dtype = tensor->dtype,
+        .count = (uint64_t)request->data_bytes / hr_dtype_bytes(tensor->dtype), .bytes = (size_t)request->data_bytes,
         .data = op == HORO_SEND ? (char *)(uintptr_t)tensor->input : tensor->output,
     };
     request->cargo = (struct hr_cargo){&HOOKS, move};
