@@ -135,7 +135,7 @@ static hr_status enqueue(struct hr_nccl_comm *comm, const struct hr_team *team, 
     return checked(comm, code, "ncclAllReduce");
 }
 
-/* Where sums are multiplied, one operation for each dtype that occurs; then the group of calls. */
+/* The group of calls, and before it, where sums are multiplied, an operation of NCCL for each dtype that occurs. */
 static hr_status launch(struct hr_nccl_comm *comm, const struct hr_team *team, const struct hr_work *work) {
     const struct hr_kernel *kernel = team->node->kernel;
     const double post = work->reduce_op == HORO_AVERAGE ? work->postscale / team->size : work->postscale;
