@@ -87,26 +87,6 @@ static void scale_values(int dtype, void *dst, const void *src, size_t count, st
     }
 }
 
-/* Scaling integers is rare and never vectorised by hand: reduce, scale and copy follow each other block by block. */
-static void reduce_scaled_integers(const struct hr_kernel *kernel, int dtype, int reduce_op, struct hr_span span,
-                                   struct hr_scale scale) {
-    const size_t bytes = hr_dtype_bytes(dtype);
-    const size_t count = span.end;
-    uint8_t *copy = span.copy;
-    span.copy = NULL;
-    span.scale = 1.0;
-    for (size_t i = 0; i < count; i = span.end) {
-        span.begin = i;
-        span.end = i + hr_smaller(BLOCK_BYTES / bytes, count - i);
-        kernel->reduce[dtype][reduce_op](&span);
-        uint8_t *block = span.dst + i * bytes;
-        scale_values(dtype, block, block, span.end - i, scale);
-        if (copy != NULL) {
-            kernel->copy(copy + i * bytes, block, (span.end - i) * bytes, span.copy_store);
-        }
-    }
-}
-
 void hr_kernel_reduce(const struct hr_kernel *kernel, int dtype, int reduce_op, void *dst, void *copy,
                      const void *const *src, int src_count, size_t count, struct hr_scale scale,
                      enum hr_store copy_store) {
@@ -114,7 +94,7 @@ void hr_kernel_reduce(const struct hr_kernel *kernel, int dtype, int reduce_op, 
         count *= hr_dtype_bytes(dtype);
         dtype = HORO_UINT8;
     }
-    const struct hr_span span = {
+    struct hr_span span = {
         .dst = dst,
         .copy = copy,
         .src = src,
@@ -123,10 +103,22 @@ void hr_kernel_reduce(const struct hr_kernel *kernel, int dtype, int reduce_op, 
         .end = count,
         .scale = dtype == HORO_BOOL ? 1.0 : scale.factor,
     };
-    if (hr_dtype_is_integer(dtype) && hr_scale_changes(scale)) {
-        reduce_scaled_integers(kernel, dtype, reduce_op, span, scale);
-    } else {
+    if (!hr_dtype_is_integer(dtype) || !hr_scale_changes(scale)) {
         kernel->reduce[dtype][reduce_op](&span);
+        return;
+    }
+    /* Scaling integers is rare and not vectorised by hand: reduce, scale and copy follow each other block by block. */
+    const size_t bytes = hr_dtype_bytes(dtype);
+    span.copy = NULL;
+    span.scale = 1.0;
+    for (; span.begin < count; span.begin = span.end) {
+        span.end = span.begin + hr_smaller(BLOCK_BYTES / bytes, count - span.begin);
+        kernel->reduce[dtype][reduce_op](&span);
+        uint8_t *block = span.dst + span.begin * bytes;
+        scale_values(dtype, block, block, span.end - span.begin, scale);
+        if (copy != NULL) {
+            kernel->copy((uint8_t *)copy + span.begin * bytes, block, (span.end - span.begin) * bytes, copy_store);
+        }
     }
 }
 
@@ -141,67 +133,42 @@ void hr_kernel_scale(const struct hr_kernel *kernel, int dtype, void *dst, const
     } else {
         /* A reduction of one source. The result goes where the store policy applies. */
         const int part = hr_dtype_real(dtype);
-        const struct hr_span span = {.copy = dst,
-                                     .src = &src,
-                                     .src_count = 1,
-                                     .copy_store = store,
-                                     .end = part == dtype ? count : 2 * count,
-                                     .scale = scale.factor};
+        const size_t end = part == dtype ? count : 2 * count;
+        const struct hr_span span = {
+            .copy = dst, .src = &src, .src_count = 1, .copy_store = store, .end = end, .scale = scale.factor};
         kernel->reduce[part][HORO_SUM](&span);
-    }
-}
-
-/* Between float32 and a 16-bit float. */
-static void convert(const struct hr_kernel *kernel, int dst_dtype, void *dst, int src_dtype, const void *src,
-                    size_t count, double scale, enum hr_store store) {
-    const struct hr_span span = {
-        .copy = dst, .src = &src, .src_count = 1, .copy_store = store, .end = count, .scale = scale};
-    kernel->convert[dst_dtype][src_dtype](&span);
-}
-
-/* float64 goes through float32, block by block. */
-static void narrow_doubles(const struct hr_kernel *kernel, int dst_dtype, uint8_t *dst, const uint8_t *src,
-                           size_t count, double scale, enum hr_store store) {
-    float block[BLOCK_BYTES / sizeof(float)];
-    size_t step;
-    for (size_t i = 0; i < count; i += step) {
-        step = hr_smaller(BLOCK_BYTES / sizeof *block, count - i);
-        for (size_t j = 0; j < step; j++) {
-            block[j] = (float)(load_double(src + (i + j) * sizeof(double)) * scale);
-        }
-        convert(kernel, dst_dtype, dst + i * element_bytes(dst_dtype), HORO_FLOAT32, block, step, 1.0, store);
-    }
-}
-
-static void widen_to_doubles(const struct hr_kernel *kernel, uint8_t *dst, int src_dtype, const uint8_t *src,
-                             size_t count, double scale, enum hr_store store) {
-    float block[BLOCK_BYTES / sizeof(double)];
-    double wide[BLOCK_BYTES / sizeof(double)];
-    size_t step;
-    for (size_t i = 0; i < count; i += step) {
-        step = hr_smaller(BLOCK_BYTES / sizeof *wide, count - i);
-        convert(kernel, HORO_FLOAT32, block, src_dtype, src + i * element_bytes(src_dtype), step, 1.0,
-                HR_STORE_ORDINARY);
-        for (size_t j = 0; j < step; j++) {
-            wide[j] = (double)block[j] * scale;
-        }
-        kernel->copy(dst + i * sizeof *wide, wide, step * sizeof *wide, store);
     }
 }
 
 void hr_kernel_convert(const struct hr_kernel *kernel, int dst_dtype, void *dst, int src_dtype, const void *src,
                       size_t count, double scale, enum hr_store store) {
-    if (src_dtype == HORO_FLOAT64) {
-        narrow_doubles(kernel, dst_dtype, dst, src, count, scale, store);
-    } else if (dst_dtype == HORO_FLOAT64) {
-        widen_to_doubles(kernel, dst, src_dtype, src, count, scale, store);
-    } else {
-        convert(kernel, dst_dtype, dst, src_dtype, src, count, scale, store);
+    if (src_dtype != HORO_FLOAT64 && dst_dtype != HORO_FLOAT64) {
+        const struct hr_span span = {
+            .copy = dst, .src = &src, .src_count = 1, .copy_store = store, .end = count, .scale = scale};
+        kernel->convert[dst_dtype][src_dtype](&span);
+        return;
     }
-}
-
-static void widen_block(const struct hr_kernel *kernel, int dtype, const uint8_t *src, size_t count, float *block) {
-    convert(kernel, HORO_FLOAT32, block, dtype, src, count, 1.0, HR_STORE_ORDINARY);
+    /* float64 goes through float32, block by block. */
+    float block[BLOCK_BYTES / sizeof(float)];
+    double wide[BLOCK_BYTES / sizeof(float)];
+    size_t step;
+    for (size_t i = 0; i < count; i += step) {
+        const uint8_t *from = (const uint8_t *)src + i * element_bytes(src_dtype);
+        uint8_t *to = (uint8_t *)dst + i * element_bytes(dst_dtype);
+        step = hr_smaller(BLOCK_BYTES / sizeof *block, count - i);
+        if (src_dtype == HORO_FLOAT64) {
+            for (size_t j = 0; j < step; j++) {
+                block[j] = (float)(load_double(from + j * sizeof(double)) * scale);
+            }
+            hr_kernel_convert(kernel, dst_dtype, to, HORO_FLOAT32, block, step, 1.0, store);
+        } else {
+            hr_kernel_convert(kernel, HORO_FLOAT32, block, src_dtype, from, step, 1.0, HR_STORE_ORDINARY);
+            for (size_t j = 0; j < step; j++) {
+                wide[j] = (double)block[j] * scale;
+            }
+            kernel->copy(to, wide, step * sizeof *wide, store);
+        }
+    }
 }
 
 void hr_kernel_dots(const struct hr_kernel *kernel, int dtype, const void *a, const void *b, size_t count,
@@ -215,8 +182,9 @@ void hr_kernel_dots(const struct hr_kernel *kernel, int dtype, const void *a, co
     size_t step;
     for (size_t i = 0; i < count; i += step) {
         step = hr_smaller(BLOCK_BYTES / sizeof *x, count - i);
-        widen_block(kernel, dtype, (const uint8_t *)a + i * element_bytes(dtype), step, x);
-        widen_block(kernel, dtype, (const uint8_t *)b + i * element_bytes(dtype), step, y);
+        const size_t at = i * element_bytes(dtype);
+        hr_kernel_convert(kernel, HORO_FLOAT32, x, dtype, (const char *)a + at, step, 1.0, HR_STORE_ORDINARY);
+        hr_kernel_convert(kernel, HORO_FLOAT32, y, dtype, (const char *)b + at, step, 1.0, HR_STORE_ORDINARY);
         kernel->dots[HORO_FLOAT32]((const uint8_t *)x, (const uint8_t *)y, step, sums);
     }
 }
@@ -232,11 +200,11 @@ void hr_kernel_combine(const struct hr_kernel *kernel, int dtype, void *a, const
     size_t step;
     for (size_t i = 0; i < count; i += step) {
         step = hr_smaller(BLOCK_BYTES / sizeof *x, count - i);
-        uint8_t *at = (uint8_t *)a + i * element_bytes(dtype);
-        widen_block(kernel, dtype, at, step, x);
-        widen_block(kernel, dtype, (const uint8_t *)b + i * element_bytes(dtype), step, y);
+        const size_t at = i * element_bytes(dtype);
+        hr_kernel_convert(kernel, HORO_FLOAT32, x, dtype, (char *)a + at, step, 1.0, HR_STORE_ORDINARY);
+        hr_kernel_convert(kernel, HORO_FLOAT32, y, dtype, (const char *)b + at, step, 1.0, HR_STORE_ORDINARY);
         kernel->combine[HORO_FLOAT32]((uint8_t *)x, (const uint8_t *)y, step, a_factor, b_factor);
-        convert(kernel, dtype, at, HORO_FLOAT32, x, step, 1.0, HR_STORE_ORDINARY);
+        hr_kernel_convert(kernel, dtype, (char *)a + at, HORO_FLOAT32, x, step, 1.0, HR_STORE_ORDINARY);
     }
 }
 
@@ -269,8 +237,6 @@ void hr_codec_pack(const struct hr_codec *codec, const struct hr_kernel *kernel,
                    size_t count, double factor, enum hr_store store) {
     if (!codec->is_plain) {
         hr_kernel_convert(kernel, codec->wire_dtype, wire, codec->dtype, input, count, factor, store);
-    } else if (factor == 1.0) {
-        kernel->copy(wire, input, count * codec->element_bytes, store);
     } else {
         hr_kernel_scale(kernel, codec->dtype, wire, input, count, hr_scale_by(factor), store);
     }

@@ -15,9 +15,8 @@
 enum {
     PREFETCH_AHEAD = 1024, /* bytes; the cores' own prefetchers stop at the end of a page */
     PREFETCH_LINE = 64,
+    UNROLL = 4, /* enough independent additions to hide their latency, few enough registers for every level */
 };
-
-enum { UNROLL = 4 }; /* enough independent additions to hide their latency, few enough registers for every level */
 
 /* Members, not an array: what is indexed by a loop counter ends up on the stack. */
 struct block {
@@ -246,17 +245,13 @@ HR_INLINE size_t run_counted(int to, int from, int op, const struct hr_span *spa
                           : run_blocks(to, from, op, span, begin, src_count, how);
 }
 
-/* The elements before copy + begin is aligned to a register, all of them if it never is. */
-HR_INLINE size_t misaligned_elements(int dtype, const struct hr_span *span) {
-    const size_t bytes = -(uintptr_t)(span->copy + span->begin * element_bytes(dtype)) % VECTOR_BYTES;
-    return bytes % element_bytes(dtype) == 0 ? bytes / element_bytes(dtype) : SIZE_MAX;
-}
-
 /* `scalar` does the same, for what is before and behind whole blocks. */
 HR_INLINE void run_all(int to, int from, int op, const struct hr_span *span, void (*scalar)(const struct hr_span *)) {
     struct hr_span rest = *span;
     if (span->copy != NULL && span->copy_store == HR_STORE_STREAM) {
-        const size_t head = misaligned_elements(to, span);
+        /* the elements before copy + begin is aligned to a register, all of them if it never is */
+        const size_t bytes = -(uintptr_t)(span->copy + span->begin * element_bytes(to)) % VECTOR_BYTES;
+        const size_t head = bytes % element_bytes(to) == 0 ? bytes / element_bytes(to) : SIZE_MAX;
         if (head < span->end - span->begin) {
             rest.end = span->begin + head;
             scalar(&rest);
@@ -329,25 +324,22 @@ HR_INLINE size_t exchange_blocks(uint8_t *out, uint8_t *slot, const uint8_t *in,
     return at;
 }
 
-static void exchange_bytes(uint8_t *out, uint8_t *slot, const uint8_t *in, size_t bytes) {
-    memcpy(out, slot, bytes);
-    memcpy(slot, in, bytes);
-}
-
 static void level_exchange(void *out, void *slot, const void *in, size_t bytes, enum hr_store slot_store) {
     uint8_t *to = out;
     uint8_t *between = slot;
     const uint8_t *from = in;
     const size_t misaligned = -(uintptr_t)between % VECTOR_BYTES;
     size_t at = misaligned < bytes ? misaligned : bytes;
-    exchange_bytes(to, between, from, at);
+    memcpy(to, between, at);
+    memcpy(between, from, at);
     if (slot_store == HR_STORE_ORDINARY) {
         at = exchange_blocks(to, between, from, at, bytes, HR_STORE_ORDINARY);
     } else {
         at = exchange_blocks(to, between, from, at, bytes, HR_STORE_STREAM);
         stream_fence();
     }
-    exchange_bytes(to + at, between + at, from + at, bytes - at);
+    memcpy(to + at, between + at, bytes - at);
+    memcpy(between + at, from + at, bytes - at);
 }
 
 #include "kernel/pair_template.h"
