@@ -100,7 +100,7 @@ static int begin_scatter(struct host_backend *host, int begins_again) {
     const size_t done = begins_again ? host->run.direct.done : 0;
     /* the sum of a reduce may have taken the place of the root's input, which a second try would need */
     if (work->prescale == 1.0 && by_rank[0].codec->is_plain && work->op != HORO_REDUCE) {
-        const struct hr_move move = {by_rank, host->team->size, by_rank, work->count, 0, 1, {reduce_op, postscale}};
+        const struct hr_move move = {by_rank, host->team->size, by_rank, work->count, 0, 1, reduce_op, postscale};
         if (begin_direct(host, &move)) {
             return HR_MOVED;
         }

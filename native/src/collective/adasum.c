@@ -94,19 +94,6 @@ static int begin_sum(struct hr_adasum *self) {
     return HR_MOVED;
 }
 
-static int begin_gather(struct hr_adasum *self) {
-    char *to = self->is_packed ? self->packed : self->fused.pieces[0].output;
-    for (int r = 0; r < self->team->size; r++) {
-        size_t begin;
-        const size_t bytes = share_of(self, r, &begin) * self->width;
-        self->vectors[r] = bytes_at(&self->pieces[r], self->shares, to + begin * self->width, bytes);
-    }
-    (void)enter(self, HR_ADASUM_GATHER);
-    HR_TRY(hr_allgather_begin(&self->run.allgather, self->team, self->vectors));
-    self->inner = &self->run.allgather.segments.task;
-    return HR_MOVED;
-}
-
 /* ---- Arithmetic: each function does what fits one turn, and says whether there is more ---- */
 
 /* Packs, or unpacks. */
@@ -168,7 +155,7 @@ static int begin_products(struct hr_adasum *self) {
     return enter(self, HR_ADASUM_MULTIPLY);
 }
 
-/* The root of the tree is the first share. */
+/* Goes up the tree, or gathers its root, which is the first share. */
 static int end_level(struct hr_adasum *self) {
     self->distance *= 2;
     if (self->distance < self->team->size) {
@@ -179,7 +166,16 @@ static int end_level(struct hr_adasum *self) {
         hr_kernel_scale(self->team->node->kernel, codec->wire_dtype, self->shares, self->shares, self->own_count,
                         self->postscale, HR_STORE_ORDINARY);
     }
-    return begin_gather(self);
+    char *to = self->is_packed ? self->packed : self->fused.pieces[0].output;
+    for (int r = 0; r < self->team->size; r++) {
+        size_t begin;
+        const size_t bytes = share_of(self, r, &begin) * self->width;
+        self->vectors[r] = bytes_at(&self->pieces[r], self->shares, to + begin * self->width, bytes);
+    }
+    (void)enter(self, HR_ADASUM_GATHER);
+    HR_TRY(hr_allgather_begin(&self->run.allgather, self->team, self->vectors));
+    self->inner = &self->run.allgather.segments.task;
+    return HR_MOVED;
 }
 
 static int end(struct hr_adasum *self) {

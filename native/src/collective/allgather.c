@@ -3,17 +3,11 @@
 
 #include "collective/collective.h"
 
-/* Segment k of what one rank contributes; empty behind its end. */
-static struct hr_range part_of(const struct hr_team *team, const struct hr_fused *fused, size_t k) {
-    const size_t segment_bytes = team->tuning.segment;
-    return fused->bytes > k * segment_bytes ? hr_segment(segment_bytes, fused->bytes, k) : (struct hr_range){0};
-}
-
 static void fill(struct hr_segments *segments, size_t k) {
     const struct hr_allgather *run = (struct hr_allgather *)segments;
     const struct hr_team *team = segments->team;
     const struct hr_fused *mine = &run->shares.by_rank[team->rank];
-    const struct hr_range part = part_of(team, mine, k);
+    const struct hr_range part = hr_segment(team->tuning.segment, mine->bytes, k);
     hr_fused_pack(mine, part.offset, part.bytes, hr_segments_slot(segments, team->local_rank, k), team->node->kernel,
                   1.0, segments->trial.store);
 }
@@ -25,7 +19,7 @@ static void drain(struct hr_segments *segments, size_t k) {
         const int from = (team->local_rank + i) % team->local_size;
         const char *slot = i == 0 ? NULL : hr_segments_slot(segments, from, k); /* its own part is its input */
         const struct hr_fused *theirs = &run->shares.by_rank[team->rank_of_local[from]];
-        const struct hr_range part = part_of(team, theirs, k);
+        const struct hr_range part = hr_segment(team->tuning.segment, theirs->bytes, k);
         hr_fused_unpack(theirs, part.offset, part.bytes, slot, team->node->kernel, run->result_store);
     }
 }
@@ -111,19 +105,31 @@ static void drain_owners(struct hr_segments *segments, size_t k) {
 
 static const struct hr_segments_ops several_hosts = {.fill = fill_owners, .begin = begin, .drain = drain_owners};
 
-static hr_status begin_between_hosts(struct hr_allgather *run) {
-    struct hr_team *team = run->segments.team;
-    const size_t parts = HR_SEGMENTS_TRAVELLING_MAX * (size_t)team->host_count;
-    size_t rounding;
+hr_status hr_allgather_begin(struct hr_allgather *run, struct hr_team *team, const struct hr_fused *by_rank) {
+    *run = (struct hr_allgather){.segments = {.team = team}, .shares = {.by_rank = by_rank}};
+    size_t longest = 0;
     size_t total = 0;
     int needs_slots = team->size > team->host_count;
+    for (int r = 0; r < team->size; r++) {
+        longest = by_rank[r].bytes > longest ? by_rank[r].bytes : longest;
+        total += by_rank[r].bytes;
+        needs_slots |= by_rank[r].count > 1;
+    }
+    if (team->host_count == 1) {
+        run->segments.trial.store = hr_store_choose_for_move(team, by_rank[team->rank].bytes);
+        run->result_store = hr_store_choose_for_result(team, total);
+        if (team->size == 1) {
+            hr_fused_unpack(by_rank, 0, total, NULL, team->node->kernel, run->result_store);
+        }
+        hr_segments_begin(&run->segments, &one_host, HR_PHASE_FILLED,
+                          team->size == 1 ? 0 : hr_divide_up(longest, team->tuning.segment));
+        return HORO_OK;
+    }
+    size_t rounding;
+    const size_t parts = HR_SEGMENTS_TRAVELLING_MAX * (size_t)team->host_count;
     HR_TRY(hr_segments_reserve_scratch(team, parts * sizeof *run->parts));
     HR_TRY(hr_segments_choose_unit(team, (size_t)team->size, &run->shares.unit, &rounding));
     run->parts = (struct hr_cross_part *)(void *)team->cross_scratch;
-    for (int r = 0; r < team->size; r++) {
-        total += run->shares.by_rank[r].bytes;
-        needs_slots |= run->shares.by_rank[r].count > 1;
-    }
     run->shares.owners = total <= team->tuning.gather_spread ? 1 : team->owner_count;
     run->cross = total <= team->tuning.gather_doubling ? &hr_cross_gather_doubling : &hr_cross_gather_ring;
     /* the bytes of all parts that one segment takes */
@@ -133,28 +139,5 @@ static hr_status begin_between_hosts(struct hr_allgather *run) {
     run->shares.count = count * (size_t)run->shares.owners;
     run->segments.carries = team->local_rank < run->shares.owners;
     hr_segments_begin(&run->segments, &several_hosts, HR_PHASE_REDUCED, count);
-    return HORO_OK;
-}
-
-/* ---- The beginning ---- */
-
-hr_status hr_allgather_begin(struct hr_allgather *run, struct hr_team *team, const struct hr_fused *by_rank) {
-    *run = (struct hr_allgather){.segments = {.team = team}, .shares = {.by_rank = by_rank}};
-    if (team->host_count > 1) {
-        return begin_between_hosts(run);
-    }
-    size_t longest = 0;
-    size_t total = 0;
-    for (int r = 0; r < team->size; r++) {
-        longest = by_rank[r].bytes > longest ? by_rank[r].bytes : longest;
-        total += by_rank[r].bytes;
-    }
-    run->segments.trial.store = hr_store_choose_for_move(team, by_rank[team->rank].bytes);
-    run->result_store = hr_store_choose_for_result(team, total);
-    if (team->size == 1) {
-        hr_fused_unpack(by_rank, 0, total, NULL, team->node->kernel, run->result_store);
-    }
-    hr_segments_begin(&run->segments, &one_host, HR_PHASE_FILLED,
-                      team->size == 1 ? 0 : hr_divide_up(longest, team->tuning.segment));
     return HORO_OK;
 }

@@ -21,10 +21,6 @@ static struct hr_range segment_of(const struct hr_allreduce *run, size_t k) {
     return hr_segment(run->segments.team->tuning.segment, run->fused.bytes, k);
 }
 
-static struct hr_range share_of(const struct hr_allreduce *run, struct hr_range segment, int owner) {
-    return hr_share(segment.bytes, owner, run->owners);
-}
-
 /* Whether the owner's own share passes its slot, to be scaled or packed as the others' are: all get the same bits. */
 static int packs_own_share(const struct hr_allreduce *run) {
     return run->prescale != 1.0 || !run->fused.codec->is_plain;
@@ -47,7 +43,7 @@ static char *result_slot(const struct hr_allreduce *run, int owner, size_t k) {
 }
 
 static struct hr_range own_share(const struct hr_allreduce *run, size_t k) {
-    return share_of(run, segment_of(run, k), run->segments.team->local_rank);
+    return hr_share(segment_of(run, k).bytes, run->segments.team->local_rank, run->owners);
 }
 
 /* The piece of which segment k is a part, if it travels without a slot; else NULL. What is packed needs one. */
@@ -82,7 +78,7 @@ static void fill(struct hr_segments *segments, size_t k) {
         if (owner == team->local_rank && !packs_own_share(run)) {
             continue;
         }
-        const struct hr_range share = share_of(run, segment, owner);
+        const struct hr_range share = hr_share(segment.bytes, owner, run->owners);
         hr_fused_pack(&run->fused, segment.offset + share.offset, share.bytes, slot + share.offset, team->node->kernel,
                       run->prescale, segments->trial.store);
     }
@@ -107,7 +103,7 @@ static void reduce(struct hr_segments *segments, size_t k) {
         return;
     }
     const struct hr_range segment = segment_of(run, k);
-    const struct hr_range share = share_of(run, segment, team->local_rank);
+    const struct hr_range share = hr_share(segment.bytes, team->local_rank, run->owners);
     const struct hr_scale scale = team->host_count > 1 ? hr_scale_by(run->partial_scale) : run->postscale;
     char *slot = result_slot(run, team->local_rank, k);
     size_t at = share.offset;
@@ -131,7 +127,7 @@ static void drain(struct hr_segments *segments, size_t k) {
         if (owner == team->local_rank && !drains_own_share(run)) {
             continue; /* written by reduce */
         }
-        const struct hr_range share = share_of(run, segment, owner);
+        const struct hr_range share = hr_share(segment.bytes, owner, run->owners);
         hr_fused_unpack(&run->fused, segment.offset + share.offset, share.bytes,
                         result_slot(run, owner, k) + share.offset, team->node->kernel, HR_STORE_ORDINARY);
     }
@@ -149,8 +145,8 @@ static void exchange(struct hr_segments *segments, size_t k) {
     const int peer = 1 - team->local_rank;
     const struct hr_range segment = segment_of(run, k);
     const struct hr_range next = segment_of(run, k + 2);
-    const struct hr_range out = share_of(run, segment, peer);
-    const struct hr_range in = share_of(run, next, peer);
+    const struct hr_range out = hr_share(segment.bytes, peer, run->owners);
+    const struct hr_range in = hr_share(next.bytes, peer, run->owners);
     const size_t out_offset = segment.offset + out.offset;
     const size_t in_offset = next.offset + in.offset;
     const enum hr_store store = segments->trial.store;
@@ -168,10 +164,6 @@ static const struct hr_segments_ops exchanging = {.fill = fill, .reduce = reduce
 
 /* ---- Several hosts ---- */
 
-const struct hr_cross_ops *hr_two_level_cross(const struct hr_tuning *tuning, size_t share_bytes) {
-    return share_bytes <= tuning->doubling ? &hr_cross_doubling : &hr_cross_ring;
-}
-
 size_t hr_two_level_scratch_bytes(const struct hr_tuning *tuning, int host_count, size_t value_bytes, size_t most,
                                   const struct hr_cross_ops *large) {
     /* the last segment may have a small share only */
@@ -185,13 +177,13 @@ static void begin(struct hr_segments *segments, size_t k, struct hr_cross *cross
     const struct hr_allreduce *run = (struct hr_allreduce *)segments;
     const struct hr_team *team = run->segments.team;
     const struct hr_range share = own_share(run, k);
-    struct hr_cross_call cross_call = hr_cross_call_of(team, run->fused.codec);
-    cross_call.data = travelling(run, k);
-    cross_call.count = share.bytes / run->fused.codec->wire_bytes;
-    cross_call.reduce_op = run->reduce_op;
-    cross_call.scratch =
+    struct hr_cross_call call = hr_cross_call_of(team, run->fused.codec);
+    call.data = travelling(run, k);
+    call.count = share.bytes / run->fused.codec->wire_bytes;
+    call.reduce_op = run->reduce_op;
+    call.scratch =
         team->cross_scratch + (segments->count == 1 ? 0 : k % HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes);
-    hr_cross_begin(hr_two_level_cross(&team->tuning, share.bytes), cross, &cross_call);
+    hr_cross_begin(share.bytes <= team->tuning.doubling ? &hr_cross_doubling : &hr_cross_ring, cross, &call);
 }
 
 static void finish(struct hr_segments *segments, size_t k) {

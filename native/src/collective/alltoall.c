@@ -66,13 +66,14 @@ static size_t room_for(const struct hr_alltoall *run, int s, int end, size_t cou
     return bytes;
 }
 
-/* So many segments that what each rank shows fits its slot. */
-static hr_status cut_shares(struct hr_alltoall *run, size_t *count) {
-    const struct hr_team *team = run->segments.team;
+static hr_status begin_on_one_host(struct hr_alltoall *run) {
+    struct hr_team *team = run->segments.team;
+    const size_t size = (size_t)team->size;
     const size_t segment = team->tuning.segment;
     size_t most = 0;
     size_t rounding;
-    HR_TRY(hr_segments_choose_unit(team, (size_t)team->size - 1, &run->shares.unit, &rounding));
+    HR_TRY(hr_segments_choose_unit(team, size - 1, &run->shares.unit, &rounding));
+    HR_TRY(hr_segments_reserve_scratch(team, 2 * size * sizeof *run->starts));
     for (int s = 0; s < team->size; s++) {
         size_t bytes = 0;
         for (int d = 0; d < team->size; d++) {
@@ -80,22 +81,14 @@ static hr_status cut_shares(struct hr_alltoall *run, size_t *count) {
         }
         most = bytes > most ? bytes : most;
     }
-    *count = hr_divide_up(most, segment); /* enough where all is even */
-    for (int s = 0; s < team->size && *count > 0; s++) {
-        if (room_for(run, s, team->size, *count) > segment) {
-            *count = hr_divide_up(most, segment - rounding);
+    /* so many segments that what each rank shows fits its slot: of these there are enough where all is even */
+    size_t count = hr_divide_up(most, segment);
+    for (int s = 0; s < team->size && count > 0; s++) {
+        if (room_for(run, s, team->size, count) > segment) {
+            count = hr_divide_up(most, segment - rounding);
             break;
         }
     }
-    return HORO_OK;
-}
-
-static hr_status begin_on_one_host(struct hr_alltoall *run) {
-    struct hr_team *team = run->segments.team;
-    const size_t size = (size_t)team->size;
-    size_t count;
-    HR_TRY(cut_shares(run, &count));
-    HR_TRY(hr_segments_reserve_scratch(team, 2 * size * sizeof *run->starts));
     run->starts = (size_t *)(void *)team->cross_scratch;
     run->places = run->starts + size;
     run->shares.count = count;
@@ -215,6 +208,7 @@ static void begin(struct hr_segments *segments, size_t k, struct hr_cross *cross
         hr_walk_to(&walk, *stream(run, team->host, i));
         parts[team->host * h + i] = (struct hr_cross_part){slot + walk.at, walk.share.bytes};
     }
+    parts[team->host * h + team->host].bytes = 0; /* data that stays on its host does not travel */
     for (int i = 0; i < h; i++) {
         if (i != team->host) {
             hr_walk_to(&walk, *stream(run, i, team->host));
@@ -223,7 +217,7 @@ static void begin(struct hr_segments *segments, size_t k, struct hr_cross *cross
     }
     for (int origin = 0; origin < h; origin++) {
         for (int destination = 0; destination < h; destination++) {
-            if (origin == team->host || destination == team->host) {
+            if (origin == team->host || destination == team->host || origin == destination) {
                 continue;
             }
             const struct hr_walk before = walk;
@@ -233,9 +227,6 @@ static void begin(struct hr_segments *segments, size_t k, struct hr_cross *cross
                 (struct hr_cross_part){is_here ? slot + walk.at : NULL, walk.share.bytes};
             walk = is_here ? walk : before;
         }
-    }
-    for (int i = 0; i < h; i++) { /* data that stays on its host does not travel */
-        parts[i * h + i] = (struct hr_cross_part){0};
     }
     struct hr_cross_call call = hr_cross_call_of(team, hr_codec_find(HORO_UINT8, 0));
     call.parts = parts;
@@ -269,33 +260,27 @@ static hr_status reserve_tables(struct hr_alltoall *run) {
     return HORO_OK;
 }
 
-/* Of each host what passes its slots: the bytes of all streams, and the number of streams. */
-static void measure_traffic(const struct hr_alltoall *run) {
-    const int h = run->segments.team->host_count;
-    for (int origin = 0; origin < h; origin++) {
-        for (int destination = 0; destination < h; destination++) {
-            const size_t bytes = *stream(run, origin, destination);
-            int hosts[HR_CROSS_HOPS_MAX + 2];
-            int count = hr_cross_way(h, origin, destination, hosts);
-            hosts[count++] = origin;
-            hosts[count] = destination;
-            count += destination != origin;
-            for (int i = 0; i < count; i++) {
-                run->traffic[hosts[i]].bytes += bytes;
-                run->traffic[hosts[i]].streams++;
-            }
-        }
-    }
-}
-
-/* So many segments that all shares find room in the slots of every host. */
+/* So many segments that the shares of all streams that pass a host find room in its slots. */
 static hr_status count_segments(struct hr_alltoall *run, size_t *count) {
     const struct hr_team *team = run->segments.team;
+    const int h = team->host_count;
     size_t streams = 0;
     size_t bytes = 0;
-    for (int host = 0; host < team->host_count; host++) {
-        streams = run->traffic[host].streams > streams ? run->traffic[host].streams : streams;
-        bytes = run->traffic[host].bytes > bytes ? run->traffic[host].bytes : bytes;
+    for (int pair = 0; pair < h * h; pair++) {
+        const int origin = pair / h;
+        const int destination = pair % h;
+        int hosts[HR_CROSS_HOPS_MAX + 2];
+        int passed = hr_cross_way(h, origin, destination, hosts);
+        hosts[passed++] = origin;
+        hosts[passed] = destination;
+        passed += destination != origin;
+        for (int i = 0; i < passed; i++) {
+            struct hr_traffic *traffic = &run->traffic[hosts[i]];
+            traffic->bytes += *stream(run, origin, destination);
+            traffic->streams++;
+            bytes = traffic->bytes > bytes ? traffic->bytes : bytes;
+            streams = traffic->streams > streams ? traffic->streams : streams;
+        }
     }
     size_t rounding;
     HR_TRY(hr_segments_choose_unit(team, streams, &run->shares.unit, &rounding));
@@ -328,7 +313,6 @@ static hr_status begin_between_hosts(struct hr_alltoall *run) {
     }
     size_t count;
     run->shares.owners = total <= team->tuning.gather_spread ? 1 : team->owner_count;
-    measure_traffic(run);
     HR_TRY(count_segments(run, &count));
     run->shares.count = count * (size_t)run->shares.owners;
     run->segments.carries = team->local_rank < run->shares.owners;
@@ -336,10 +320,8 @@ static hr_status begin_between_hosts(struct hr_alltoall *run) {
     return HORO_OK;
 }
 
-/* ---- The beginning ---- */
-
 hr_status hr_alltoall_begin(struct hr_alltoall *run, struct hr_team *team, const struct hr_fused *to,
-                      const struct hr_fused *from, const size_t *bytes) {
+                            const struct hr_fused *from, const size_t *bytes) {
     *run = (struct hr_alltoall){.segments = {.team = team}, .to = to, .from = from, .bytes = bytes};
     size_t received = 0;
     for (int r = 0; r < team->size; r++) {

@@ -124,9 +124,6 @@ hr_status hr_allreduce_begin(struct hr_allreduce *run, struct hr_team *team, con
  */
 double hr_partial_scale(const struct hr_codec *codec, int reduce_op, double postscale);
 
-/* The algorithm by which a share of so many bytes travels. */
-const struct hr_cross_ops *hr_two_level_cross(const struct hr_tuning *tuning, size_t share_bytes);
-
 /* Scratch for shares of at most `most` bytes, of values of `value_bytes`, where `large` moves the large ones. */
 size_t hr_two_level_scratch_bytes(const struct hr_tuning *tuning, int host_count, size_t value_bytes, size_t most,
                                   const struct hr_cross_ops *large);
@@ -190,12 +187,6 @@ struct hr_peer_range {
 enum { HR_RANGES_MAX = 32 };
 int hr_read_peer(const struct hr_node *node, int local_rank, const struct hr_peer_range *ranges, int count);
 
-/* Of plain values, all of one dtype; reduce_op and scale as of hr_reducescatter_begin. */
-struct hr_sum {
-    int reduce_op;
-    struct hr_scale scale;
-};
-
 /* The vectors that move: one list of those that I show, and those that I get. */
 struct hr_move {
     const struct hr_fused *shown; /* [shown_count] one for all, or one for each member; their inputs are read */
@@ -204,7 +195,8 @@ struct hr_move {
     size_t tensors;               /* pieces in any of these vectors, at most; equal on all members */
     int is_gather;                /* everybody has something, which all get */
     int adds_up; /* `from` is `shown`, and from[team->rank] has the outputs, of the sum; else what comes is kept */
-    struct hr_sum sum;
+    int reduce_op; /* of a sum of plain values, all of one dtype, as `scale`; both as of hr_reducescatter_begin */
+    struct hr_scale scale;
 };
 
 /*

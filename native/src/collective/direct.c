@@ -159,17 +159,6 @@ static void show(const struct hr_direct *run) {
     }
 }
 
-/* Copies what I have for myself. */
-static void keep(const struct hr_direct *run) {
-    const struct hr_team *team = run->team;
-    const struct hr_fused *mine = &run->move.from[team->rank];
-    size_t received = 0;
-    for (int r = 0; r < team->size; r++) {
-        received += run->move.from[r].bytes;
-    }
-    hr_fused_unpack(mine, 0, mine->bytes, NULL, team->node->kernel, hr_store_choose_for_result(team, received));
-}
-
 /* The next pieces of a part, at most `room` bytes together. */
 static int collect(const struct hr_direct *run, const struct hr_fused *part, size_t room, struct hr_cut *cuts) {
     struct hr_cut cut = hr_cut_begin(part, run->done, hr_smaller(room, part->bytes - run->done));
@@ -253,9 +242,9 @@ static int sum_next(struct hr_direct *run) {
                 team->sources[r] = r == team->rank ? addend->piece->input + addend->skip : next;
                 next += r == team->rank ? 0 : room;
             }
-            hr_kernel_reduce(team->node->kernel, part->codec->wire_dtype, run->move.sum.reduce_op,
+            hr_kernel_reduce(team->node->kernel, part->codec->wire_dtype, run->move.reduce_op,
                              addend->piece->output + addend->skip, NULL, team->sources, team->size,
-                             addend->bytes / part->codec->wire_bytes, run->move.sum.scale, HR_STORE_ORDINARY);
+                             addend->bytes / part->codec->wire_bytes, run->move.scale, HR_STORE_ORDINARY);
             read += addend->bytes;
             run->done += addend->bytes;
         }
@@ -279,10 +268,17 @@ static int progress(struct hr_task *task) {
         show(run);
         end_showing(run);
         return HR_MOVED;
-    case STAGE_KEEP:
-        keep(run);
+    case STAGE_KEEP: { /* my own part is copied */
+        const struct hr_fused *from = run->move.from;
+        size_t received = 0;
+        for (int r = 0; r < team->size; r++) {
+            received += from[r].bytes;
+        }
+        hr_fused_unpack(&from[team->rank], 0, from[team->rank].bytes, NULL, team->node->kernel,
+                        hr_store_choose_for_result(team, received));
         run->stage = STAGE_READ;
         return HR_MOVED;
+    }
     case STAGE_READ:
         if (!run->is_shown_ahead && !hr_team_reached(team, HR_PHASE_FILLED, run->parity)) {
             return HR_STILL;

@@ -82,8 +82,7 @@ void hr_fused_exchange(const struct hr_fused *fused, size_t out_offset, size_t i
         const size_t in_skip = in_offset - in->offset;
         const size_t out_left = out->bytes - out_skip;
         const size_t in_left = in->bytes - in_skip;
-        const size_t left = out_left < in_left ? out_left : in_left;
-        const size_t part = left < bytes ? left : bytes;
+        const size_t part = hr_smaller(hr_smaller(out_left, in_left), bytes);
         kernel->exchange(out->output + out_skip, slot, in->input + in_skip, part, store);
         out += part == out_left;
         in += part == in_left;

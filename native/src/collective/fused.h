@@ -83,9 +83,8 @@ static inline struct hr_range hr_units(size_t unit, size_t bytes, size_t index, 
     size_t begin;
     size_t length;
     hr_part(hr_divide_up(bytes, unit), count, index, &begin, &length);
-    const size_t offset = begin * unit;
-    const size_t end = offset + length * unit;
-    return length == 0 ? (struct hr_range){bytes, 0} : (struct hr_range){offset, (end < bytes ? end : bytes) - offset};
+    const size_t offset = hr_smaller(begin * unit, bytes);
+    return (struct hr_range){offset, hr_smaller(length * unit, bytes - offset)};
 }
 
 /* The share of owner `index` of `count` in a segment of `bytes`: whole lines, so that no two owners meet in one. */
@@ -98,11 +97,10 @@ static inline size_t hr_share_most(size_t bytes, int count) {
     return hr_divide_up(hr_divide_up(bytes, HR_LINE), (size_t)count) * HR_LINE;
 }
 
-/* Segment `index` of `bytes` in segments of `segment_bytes`. */
+/* Segment `index` of `bytes` in segments of `segment_bytes`; empty behind their end. */
 static inline struct hr_range hr_segment(size_t segment_bytes, size_t bytes, size_t index) {
-    const size_t offset = index * segment_bytes;
-    const size_t rest = bytes - offset;
-    return (struct hr_range){offset, rest < segment_bytes ? rest : segment_bytes};
+    const size_t offset = hr_smaller(index * segment_bytes, bytes);
+    return (struct hr_range){offset, hr_smaller(segment_bytes, bytes - offset)};
 }
 
 /*

@@ -13,10 +13,6 @@
  */
 #include "collective/collective.h"
 
-static char *slot_of(const struct hr_reducescatter *run, int local_rank, size_t k) {
-    return hr_segments_slot(&run->segments, local_rank, k);
-}
-
 /* Whether this rank's own contribution is read from its slot, too: see allreduce.c. */
 static int packs_own(const struct hr_reducescatter *run) {
     return run->prescale != 1.0 || !run->codec->is_plain;
@@ -27,14 +23,15 @@ static void reduce_share(const struct hr_reducescatter *run, size_t k, const str
                          struct hr_scale scale) {
     struct hr_team *team = run->segments.team;
     const struct hr_fused *part = &run->shares.by_rank[walk->rank];
+    char *slot = hr_segments_slot(&run->segments, team->local_rank, k);
     size_t at = walk->at;
     struct hr_cut cut = hr_cut_begin(part, walk->share.offset, walk->share.bytes);
     while (hr_cut_next(&cut)) {
         for (int r = 0; r < team->local_size; r++) {
-            team->sources[r] =
-                r == team->local_rank && !packs_own(run) ? cut.piece->input + cut.skip : slot_of(run, r, k) + at;
+            team->sources[r] = r == team->local_rank && !packs_own(run) ? cut.piece->input + cut.skip
+                                                                        : hr_segments_slot(&run->segments, r, k) + at;
         }
-        char *target = to_outputs ? cut.piece->output + cut.skip : slot_of(run, team->local_rank, k) + at;
+        char *target = to_outputs ? cut.piece->output + cut.skip : slot + at;
         hr_kernel_reduce(team->node->kernel, run->codec->wire_dtype, run->reduce_op, target, NULL, team->sources,
                          team->local_size, cut.bytes / run->codec->wire_bytes, scale, HR_STORE_ORDINARY);
         at += cut.bytes;
@@ -44,9 +41,9 @@ static void reduce_share(const struct hr_reducescatter *run, size_t k, const str
 static void fill(struct hr_segments *segments, size_t k) {
     const struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
     const struct hr_team *team = segments->team;
-    char *slot = slot_of(run, team->local_rank, k);
+    char *slot = hr_segments_slot(segments, team->local_rank, k);
     for (int owner = 0; owner < run->shares.owners; owner++) {
-        struct hr_walk walk = hr_walk_begin(run->segments.team, &run->shares, k, owner);
+        struct hr_walk walk = hr_walk_begin(segments->team, &run->shares, k, owner);
         while (hr_walk_on(&walk)) {
             /* on one host a share is its rank's, on several its owner's to reduce */
             const int is_own = team->host_count == 1 ? walk.rank == team->rank : owner == team->local_rank;
@@ -64,7 +61,8 @@ static void drain(struct hr_segments *segments, size_t k) {
     struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
     struct hr_team *team = segments->team;
     const int to_outputs = run->codec->is_plain;
-    struct hr_walk walk = hr_walk_begin(run->segments.team, &run->shares, k, 0);
+    const char *slot = hr_segments_slot(segments, team->local_rank, k);
+    struct hr_walk walk = hr_walk_begin(segments->team, &run->shares, k, 0);
     while (hr_walk_on(&walk)) {
         if (walk.rank == team->rank) {
             const struct hr_range share = walk.share;
@@ -74,7 +72,7 @@ static void drain(struct hr_segments *segments, size_t k) {
             reduce_share(run, k, &walk, to_outputs, run->postscale);
             if (!to_outputs) {
                 hr_fused_unpack(&run->shares.by_rank[team->rank], walk.share.offset, walk.share.bytes,
-                                slot_of(run, team->local_rank, k) + walk.at, team->node->kernel, HR_STORE_ORDINARY);
+                                slot + walk.at, team->node->kernel, HR_STORE_ORDINARY);
             }
         }
     }
@@ -82,14 +80,10 @@ static void drain(struct hr_segments *segments, size_t k) {
 
 /* ---- Several hosts ---- */
 
-static int owns(const struct hr_reducescatter *run) {
-    return run->segments.team->local_rank < run->shares.owners;
-}
-
 static void reduce_region(struct hr_segments *segments, size_t k) {
     const struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
-    struct hr_walk walk = hr_walk_begin(run->segments.team, &run->shares, k, segments->team->local_rank);
-    while (owns(run) && hr_walk_on(&walk)) {
+    struct hr_walk walk = hr_walk_begin(segments->team, &run->shares, k, segments->team->local_rank);
+    while (segments->carries && hr_walk_on(&walk)) {
         reduce_share(run, k, &walk, 0, hr_scale_by(run->partial_scale));
     }
 }
@@ -102,8 +96,8 @@ static void begin(struct hr_segments *segments, size_t k, struct hr_cross *cross
     for (int host = 0; host < team->host_count; host++) {
         parts[host] = (struct hr_cross_part){0};
     }
-    char *slot = slot_of(run, team->local_rank, k);
-    struct hr_walk walk = hr_walk_begin(run->segments.team, &run->shares, k, team->local_rank);
+    char *slot = hr_segments_slot(segments, team->local_rank, k);
+    struct hr_walk walk = hr_walk_begin(segments->team, &run->shares, k, team->local_rank);
     char *region = slot + walk.at;
     while (hr_walk_on(&walk)) {
         struct hr_cross_part *part = &parts[team->host_of_rank[walk.rank]];
@@ -124,10 +118,10 @@ static void begin(struct hr_segments *segments, size_t k, struct hr_cross *cross
 static void finish(struct hr_segments *segments, size_t k) {
     const struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
     struct hr_team *team = segments->team;
-    struct hr_walk walk = hr_walk_begin(run->segments.team, &run->shares, k, team->local_rank);
-    while (owns(run) && hr_scale_changes(run->postscale) && hr_walk_on(&walk)) {
+    struct hr_walk walk = hr_walk_begin(segments->team, &run->shares, k, team->local_rank);
+    while (segments->carries && hr_scale_changes(run->postscale) && hr_walk_on(&walk)) {
         if (team->host_of_rank[walk.rank] == team->host) {
-            char *at = slot_of(run, team->local_rank, k) + walk.at;
+            char *at = hr_segments_slot(segments, team->local_rank, k) + walk.at;
             hr_kernel_scale(team->node->kernel, run->codec->wire_dtype, at, at,
                             walk.share.bytes / run->codec->wire_bytes, run->postscale, HR_STORE_ORDINARY);
         }
@@ -138,11 +132,11 @@ static void drain_regions(struct hr_segments *segments, size_t k) {
     const struct hr_reducescatter *run = (struct hr_reducescatter *)segments;
     struct hr_team *team = segments->team;
     for (int owner = 0; owner < run->shares.owners; owner++) {
-        struct hr_walk walk = hr_walk_begin(run->segments.team, &run->shares, k, owner);
+        struct hr_walk walk = hr_walk_begin(segments->team, &run->shares, k, owner);
         while (hr_walk_on(&walk)) {
             if (walk.rank == team->rank) {
                 hr_fused_unpack(&run->shares.by_rank[walk.rank], walk.share.offset, walk.share.bytes,
-                                slot_of(run, owner, k) + walk.at, team->node->kernel, HR_STORE_ORDINARY);
+                                hr_segments_slot(segments, owner, k) + walk.at, team->node->kernel, HR_STORE_ORDINARY);
             }
         }
     }
@@ -153,18 +147,6 @@ static void drain_regions(struct hr_segments *segments, size_t k) {
 static const struct hr_segments_ops one_host = {.fill = fill, .drain = drain};
 static const struct hr_segments_ops several_hosts = {
     .fill = fill, .reduce = reduce_region, .begin = begin, .finish = finish, .drain = drain_regions};
-
-static hr_status begin_between_hosts(struct hr_reducescatter *run) {
-    struct hr_team *team = run->segments.team;
-    run->partial_scale = hr_partial_scale(run->codec, run->reduce_op, run->postscale.factor);
-    run->postscale.factor /= run->partial_scale;
-    run->piece_scratch_bytes =
-        hr_two_level_scratch_bytes(&team->tuning, team->host_count, run->codec->wire_bytes, run->shares.region_bytes,
-                                   &hr_cross_scatter_ring);
-    run->scratch_bytes = hr_round_up(
-        run->piece_scratch_bytes + (size_t)team->host_count * sizeof(struct hr_cross_part), HR_CROSS_ALIGNMENT);
-    return hr_segments_reserve_scratch(team, HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes);
-}
 
 hr_status hr_reducescatter_begin(struct hr_reducescatter *run, struct hr_team *team, const struct hr_fused *by_rank,
                                  int reduce_op, double prescale, struct hr_scale postscale) {
@@ -194,18 +176,22 @@ hr_status hr_reducescatter_begin(struct hr_reducescatter *run, struct hr_team *t
         .postscale = postscale,
         .shares = {by_rank, unit, .owners = (int)owners, .region_bytes = team->tuning.segment / unit / owners * unit},
     };
-    if (team->host_count > 1) {
-        HR_TRY(begin_between_hosts(run));
+    const int is_between = team->host_count > 1;
+    if (is_between) {
+        run->partial_scale = hr_partial_scale(codec, reduce_op, postscale.factor);
+        run->postscale.factor /= run->partial_scale;
+        run->piece_scratch_bytes = hr_two_level_scratch_bytes(&team->tuning, team->host_count, codec->wire_bytes,
+                                                              run->shares.region_bytes, &hr_cross_scatter_ring);
+        run->scratch_bytes = hr_round_up(
+            run->piece_scratch_bytes + (size_t)team->host_count * sizeof(struct hr_cross_part), HR_CROSS_ALIGNMENT);
+        HR_TRY(hr_segments_reserve_scratch(team, HR_SEGMENTS_TRAVELLING_MAX * run->scratch_bytes));
     } else if (total >= team->tuning.stream) {
         run->segments.trial = hr_store_try(&team->scatter_stores, total);
     }
     const size_t at_once = run->shares.region_bytes / unit / receivers * owners; /* units of each rank in a segment */
     const size_t count = hr_divide_up(hr_divide_up(longest, unit), at_once);
     run->shares.count = count * owners;
-    if (team->host_count == 1) {
-        hr_segments_begin(&run->segments, &one_host, HR_PHASE_FILLED, count);
-    } else {
-        hr_segments_begin(&run->segments, &several_hosts, HR_PHASE_REDUCED, count);
-    }
+    hr_segments_begin(&run->segments, is_between ? &several_hosts : &one_host,
+                      is_between ? HR_PHASE_REDUCED : HR_PHASE_FILLED, count);
     return HORO_OK;
 }

@@ -41,7 +41,10 @@ static void arrive(struct hr_segments *segments, enum hr_phase phase, size_t k) 
 
 /* ---- The stages; each returns HR_MOVED, HR_STILL or a status ---- */
 
-static void fill_next(struct hr_segments *segments) {
+static int fill(struct hr_segments *segments) {
+    if (!phase_reached(segments, HR_PHASE_DRAINED, segments->filled)) {
+        return HR_STILL;
+    }
     const size_t k = segments->filled++;
     const int is_timed = segments->trial.costs != NULL && k == 0;
     const int64_t begun_ns = is_timed ? hr_now_ns() : 0;
@@ -50,13 +53,6 @@ static void fill_next(struct hr_segments *segments) {
     if (is_timed) {
         segments->trial.ns = hr_now_ns() - begun_ns;
     }
-}
-
-static int fill(struct hr_segments *segments) {
-    if (!phase_reached(segments, HR_PHASE_DRAINED, segments->filled)) {
-        return HR_STILL;
-    }
-    fill_next(segments);
     return HR_MOVED;
 }
 
@@ -125,7 +121,7 @@ static int advance_on_one_host(struct hr_segments *segments) {
 
 /* ---- Between hosts ---- */
 
-static int travel(struct hr_segments *segments) {
+static int advance_between_hosts(struct hr_segments *segments) {
     for (size_t k = segments->finished; k < segments->begun; k++) {
         struct hr_cross *cross = cross_of(segments, k);
         const size_t before = cross->sent + cross->finished;
@@ -150,14 +146,7 @@ static int travel(struct hr_segments *segments) {
         segments->begun++;
         return HR_MOVED;
     }
-    return HR_STILL;
-}
-
-static int advance_between_hosts(struct hr_segments *segments) {
-    int moved = travel(segments);
-    if (moved == HR_STILL && segments->drained < segments->finished) {
-        moved = drain(segments);
-    }
+    int moved = segments->drained < segments->finished ? drain(segments) : HR_STILL;
     if (moved == HR_STILL && segments->ready < segments->filled) {
         moved = make_ready(segments);
     }
@@ -195,15 +184,13 @@ static void cancel(struct hr_task *task) {
 
 static int fill_ahead(struct hr_task *task) {
     struct hr_segments *segments = (struct hr_segments *)task;
-    struct hr_team *team = segments->team;
-    if (segments->count == 0 || segments->ops->begin != NULL ||
-        !phase_reached(segments, HR_PHASE_DRAINED, 0)) {
+    if (segments->count == 0 || segments->ops->begin != NULL) {
         return 0;
     }
-    team->is_ahead = 1;
-    fill_next(segments);
-    team->is_ahead = 0;
-    return 1;
+    segments->team->is_ahead = 1;
+    const int moved = fill(segments);
+    segments->team->is_ahead = 0;
+    return moved == HR_MOVED;
 }
 
 static void show_ahead(struct hr_task *task) {

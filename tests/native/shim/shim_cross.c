@@ -36,7 +36,7 @@ size_t shim_two_level_reserved(int hosts, int owners, size_t value_bytes, size_t
 
 size_t shim_two_level_needed(int hosts, int owners, size_t value_bytes, size_t segment_bytes, int index) {
     const size_t bytes = hr_share(segment_bytes, index, owners).bytes;
-    const struct hr_cross_ops *cross = hr_two_level_cross(&hr_tuning_defaults, bytes);
+    const struct hr_cross_ops *cross = bytes <= hr_tuning_defaults.doubling ? &hr_cross_doubling : &hr_cross_ring;
     return hr_cross_scratch_bytes(cross, hosts, value_bytes, bytes, hr_tuning_defaults.piece);
 }
 
