@@ -270,40 +270,39 @@ size_t hr_cross_exchange_scratch_bytes(int host_count) {
 }
 
 static void exchange_plan(const struct hr_cross *state, struct hr_plan *plan) {
-    const struct hr_cross_call *call = &state->call;
+    const int host = state->call.host;
+    const int h = state->call.host_count;
     /* all steps, into the scratch of the call: pieces ask for theirs again and again */
-    struct hr_step *steps = call->scratch;
+    struct hr_step *steps = state->call.scratch;
     int count = 0;
     int before = 0; /* steps of the hops before */
     for (int hop = 0, first = -1; first != count; hop++) {
         first = count;
-        for (int distance = 1, round = 0; distance < call->host_count; distance++) {
-            const struct route route = route_of(distance, call->host_count);
+        for (int distance = 1, round = 0; distance < h; distance++) {
+            const struct route route = route_of(distance, h);
             if (route.hops <= hop) {
                 round += route.hops == hop;
                 continue;
             }
-            struct hr_step *step = &steps[count];
-            const int h = call->host_count;
             const int length = route.hop[hop];
             int gone = 0;
             for (int i = 0; i < hop; i++) {
                 gone += route.hop[i];
             }
-            *step = (struct hr_step){
-                .send_peer = around(call->host + length, h),
-                .recv_peer = around(call->host - length, h),
-                .send_part = part_of(call->host - gone, distance, h),
-                .recv_part = part_of(call->host - gone - length, distance, h),
+            steps[count] = (struct hr_step){
+                .send_peer = around(host + length, h),
+                .recv_peer = around(host - length, h),
+                .send_part = part_of(host - gone, distance, h),
+                .recv_part = part_of(host - gone - length, distance, h),
+                /* where this distance stood in the hop before: as far on as here, and those that had it as the last */
+                .after = hop == 0 ? -1 : before + (count - first) + round,
             };
-            /* where this distance stood in the hop before: as far on as here, and those that had it as the last */
-            step->after = hop == 0 ? -1 : before + (count - first) + round;
             count++;
         }
         before = first;
     }
     plan->step_count = count;
-    plan->part_count = (size_t)call->host_count * (size_t)call->host_count;
+    plan->part_count = (size_t)h * (size_t)h;
 }
 
 const struct hr_cross_ops hr_cross_exchange = {.plan = exchange_plan, .step = exchange_step};

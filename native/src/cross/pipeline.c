@@ -49,23 +49,6 @@ struct span {
     size_t bytes;
 };
 
-static struct span span_of(const struct hr_cross *state, size_t part, size_t piece) {
-    size_t part_begin;
-    size_t part_count;
-    size_t begin;
-    size_t count;
-    const size_t value_bytes = state->call.codec->wire_bytes;
-    if (state->call.parts != NULL) {
-        const struct hr_cross_part *theirs = &state->call.parts[part];
-        hr_part(theirs->bytes / state->call.codec->wire_bytes, state->piece_count, piece, &begin, &count);
-        return (struct span){count == 0 ? NULL : theirs->data + begin * value_bytes, count, count * value_bytes};
-    }
-    hr_part(state->call.count, state->plan.part_count, part, &part_begin, &part_count);
-    hr_part(part_count, state->piece_count, piece, &begin, &count);
-    char *data = (char *)state->call.data + (part_begin + begin) * value_bytes;
-    return (struct span){data, count, count * value_bytes};
-}
-
 static struct hr_step step_of(const struct hr_cross *state, size_t q) {
     const int index = (int)(q / state->piece_count);
     struct hr_step step = {.send_peer = -1, .recv_peer = -1, .after = index - 1};
@@ -73,10 +56,27 @@ static struct hr_step step_of(const struct hr_cross *state, size_t q) {
     return step;
 }
 
-/* Whether q moves anything at all, for one direction: empty pieces (short parts) do not travel. */
+/* The place of q in the data, for one direction; 0: nothing of it moves. Empty pieces (short parts) do not travel. */
 static int moves(const struct hr_cross *state, int peer, size_t part, size_t q, struct span *span) {
-    *span = span_of(state, part, q % state->piece_count);
-    return peer >= 0 && span->bytes > 0;
+    const struct hr_cross_call *call = &state->call;
+    const size_t value_bytes = call->codec->wire_bytes;
+    char *data = call->data;
+    size_t part_begin = 0;
+    size_t part_count;
+    size_t begin;
+    if (call->parts != NULL) {
+        data = call->parts[part].data;
+        part_count = call->parts[part].bytes / value_bytes;
+    } else {
+        hr_part(call->count, state->plan.part_count, part, &part_begin, &part_count);
+    }
+    hr_part(part_count, state->piece_count, q % state->piece_count, &begin, &span->count);
+    if (peer < 0 || span->count == 0) {
+        return 0;
+    }
+    span->data = data + (part_begin + begin) * value_bytes;
+    span->bytes = span->count * value_bytes;
+    return 1;
 }
 
 static char *slot_of(const struct hr_cross *state, size_t q) {
@@ -154,23 +154,6 @@ static hr_status post_sends(struct hr_cross *state) {
     return HORO_OK;
 }
 
-/* All that are posted are looked at, not only the next one: what comes before a lost piece may never come either. */
-static int any_failed(struct hr_cross *state) {
-    for (size_t q = state->sent; q < state->send_posted; q++) {
-        if (state->send[q % HR_CROSS_WINDOW].state == HR_IO_FAILED) {
-            state->lost_host = step_of(state, q).send_peer;
-            return 1;
-        }
-    }
-    for (size_t q = state->finished; q < state->recv_posted; q++) {
-        if (state->recv[q % HR_CROSS_WINDOW].state == HR_IO_FAILED) {
-            state->lost_host = step_of(state, q).recv_peer;
-            return 1;
-        }
-    }
-    return 0;
-}
-
 /* Changes with whatever one round of progress has done. */
 static size_t counted(const struct hr_cross *state) {
     return state->sent + state->finished + state->recv_posted + state->send_posted;
@@ -180,7 +163,18 @@ int hr_cross_progress(struct hr_cross *state) {
     if (state->status != HORO_IN_PROGRESS) {
         return state->status;
     }
-    int status = any_failed(state) ? HORO_ERR_PEER_LOST : HORO_OK;
+    /* all that are posted, not only the next one: what comes before a lost piece may never come either */
+    for (size_t q = state->sent; q < state->send_posted && state->lost_host < 0; q++) {
+        if (state->send[q % HR_CROSS_WINDOW].state == HR_IO_FAILED) {
+            state->lost_host = step_of(state, q).send_peer;
+        }
+    }
+    for (size_t q = state->finished; q < state->recv_posted && state->lost_host < 0; q++) {
+        if (state->recv[q % HR_CROSS_WINDOW].state == HR_IO_FAILED) {
+            state->lost_host = step_of(state, q).recv_peer;
+        }
+    }
+    int status = state->lost_host >= 0 ? HORO_ERR_PEER_LOST : HORO_OK;
     for (size_t before = SIZE_MAX; status == HORO_OK && before != counted(state);) {
         before = counted(state);
         while (state->sent < state->send_posted && is_over(&state->send[state->sent % HR_CROSS_WINDOW])) {
