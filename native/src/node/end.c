@@ -41,60 +41,55 @@ static void describe_early_end(const struct hr_node *node, const char *who, cons
     const long long step = shown == NULL ? 0 : (long long)__atomic_load_n(shown, __ATOMIC_RELAXED);
     if (step == 0) {
         (void)snprintf(text, text_bytes, "%s %s, without a call that others wait for", who, words);
-        return;
+    } else {
+        (void)snprintf(text, text_bytes,
+                       "%s %s, while rank %d is in step %lld: uneven data or an early stop; use drop_last, "
+                       "DistributedSampler or hvd.join()",
+                       who, words, node->rank, step);
     }
-    (void)snprintf(text, text_bytes,
-                   "%s %s, while rank %d is in step %lld: uneven data or an early stop; use drop_last, "
-                   "DistributedSampler or hvd.join()",
-                   who, words, node->rank, step);
 }
 
 void hr_end_describe(const struct hr_node *node, struct hr_abort end, char *text, size_t text_bytes) {
-    char who[HR_NAME_TEXT_BYTES];
-    (void)hr_node_name_rank(node, end.rank, who, sizeof who);
+    char name[HR_NAME_TEXT_BYTES];
+    const int is_mine = end.rank == node->rank;
+    const char *other = hr_node_name_rank(node, end.rank, name, sizeof name);
+    const char *who = is_mine ? "this rank" : other;
+    const char *words = hr_arena_last_words(&node->arena, end.rank);
     switch (end.reason) {
     case HR_REASON_EXITED:
-        (void)snprintf(text, text_bytes, "%s is gone: its process ended without shutting horo down", who);
+        (void)snprintf(text, text_bytes, "%s is gone: its process ended without shutting horo down", other);
         return;
     case HR_REASON_LINK:
-    case HR_REASON_SILENT: describe_broken_link(node, end, who, text, text_bytes); return;
+    case HR_REASON_SILENT: describe_broken_link(node, end, other, text, text_bytes); return;
     case HR_REASON_STALLED:
         (void)snprintf(text, text_bytes, "%s has not submitted what others wait for, or not gone on with it, for %g s",
-                       end.rank == node->rank ? "this rank" : who, (double)node->stall_shutdown_ns / 1e9);
+                       who, (double)node->stall_shutdown_ns / 1e9);
         return;
-    case HR_REASON_ENDED: {
-        const char *words = hr_arena_last_words(&node->arena, end.rank);
+    case HR_REASON_ENDED:
         if ((end.code == HORO_ERR_DEADLOCK || end.code == HORO_ERR_TIMEOUT) && words != NULL) {
             (void)snprintf(text, text_bytes, "%s", words);
-            return;
-        }
-        if (end.code == HORO_ERR_ABORTED && end.rank != node->rank && words != NULL) {
-            describe_early_end(node, who, words, text, text_bytes);
-            return;
-        }
-        if (end.code == HORO_ERR_ABORTED) {
+        } else if (end.code != HORO_ERR_ABORTED) {
+            (void)snprintf(text, text_bytes, "%s ended with %s", who, words != NULL ? words : "an error");
+        } else if (!is_mine && words != NULL) {
+            describe_early_end(node, other, words, text, text_bytes);
+        } else {
             break;
         }
-        (void)snprintf(text, text_bytes, "%s ended with %s", end.rank == node->rank ? "this rank" : who,
-                       words != NULL ? words : "an error");
         return;
-    }
-    case HR_REASON_ABORTED: {
-        const char *words = hr_arena_last_words(&node->arena, end.rank);
-        (void)snprintf(text, text_bytes, "%s has aborted the group: %s", end.rank == node->rank ? "this rank" : who,
+    case HR_REASON_ABORTED:
+        (void)snprintf(text, text_bytes, "%s has aborted the group: %s", who,
                        words != NULL ? words : "it has given no reason");
         return;
-    }
     case HR_REASON_LEFT: break;
     case HR_REASON_NONE:
     case HR_REASON_INTERNAL:
-        (void)snprintf(text, text_bytes, "%s has given up after an internal error; see its log", who);
+        (void)snprintf(text, text_bytes, "%s has given up after an internal error; see its log", other);
         return;
     }
-    if (end.rank == node->rank) {
+    if (is_mine) {
         (void)snprintf(text, text_bytes, "horo was shut down on this rank before the operation finished");
     } else {
-        (void)snprintf(text, text_bytes, "%s has shut horo down", who);
+        (void)snprintf(text, text_bytes, "%s has shut horo down", other);
     }
 }
 
@@ -115,12 +110,11 @@ void hr_end_note(struct hr_node *node) {
     }
     const int has_left =
         end.reason == HR_REASON_LEFT || (end.reason == HR_REASON_ENDED && end.code == HORO_ERR_ABORTED);
-    hr_recorder_add(&node->recorder, &(struct hr_event){
-                                         .event = has_left ? HORO_EVENT_LEFT : HORO_EVENT_LOST,
-                                         .op = -1,
-                                         .status = has_left ? HORO_OK : end.code,
-                                         .number = end.rank,
-                                     });
+    const struct hr_event event = {.event = has_left ? HORO_EVENT_LEFT : HORO_EVENT_LOST,
+                                   .op = -1,
+                                   .status = has_left ? HORO_OK : end.code,
+                                   .number = end.rank};
+    hr_recorder_add(&node->recorder, &event);
 }
 
 void hr_end_show_events(struct hr_node *node, int level) {

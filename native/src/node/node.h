@@ -30,7 +30,7 @@ struct hr_node {
     int rank, size, host_count; /* of the job */
     const int64_t *_Atomic step; /* as horo_show_step; NULL: none is shown */
     int local_rank, local_size; /* local index and ranks of this host */
-    int *rank_of_local;         /* [local_size] */
+    int *rank_of_local;         /* [local_size], its memory that of all other lists of this length */
     char **host_name_of_rank;   /* [size] */
     struct hr_core_choice core_choice;
 
@@ -93,9 +93,6 @@ void hr_node_drop_transport(struct hr_node *node, const struct hr_transport *tra
  * the count of calls is what it was before its last look. Any thread.
  */
 void hr_node_call(struct hr_node *node, int local_rank);
-static inline uint32_t hr_node_calls(const struct hr_node *node) {
-    return atomic_load(&node->arena.blocks[node->local_rank].calls);
-}
 
 /*
  * Asks a rank of the host, which waits for nothing, where its program stands. Whichever thread is woken there passes

@@ -12,16 +12,15 @@ static hr_status allocate(struct hr_node *node, const horo_setup *setup, const s
     const size_t local = (size_t)world->local_size;
     node->local_rank = world->local_rank;
     node->local_size = world->local_size;
-    node->rank_of_local = calloc(local, sizeof *node->rank_of_local);
-    node->core_choice.core_of = calloc(local, sizeof *node->core_choice.core_of);
-    node->wake_fds = node->host_count == 1 ? NULL : calloc(local, sizeof *node->wake_fds);
-    node->life_fds = calloc(local, sizeof *node->life_fds);
+    node->rank_of_local = calloc(4 * local, sizeof *node->rank_of_local); /* and the lists behind it */
     node->host_name_of_rank = calloc((size_t)node->size, sizeof *node->host_name_of_rank);
-    if (node->rank_of_local == NULL || node->core_choice.core_of == NULL ||
-        (node->wake_fds == NULL && node->host_count > 1) || node->life_fds == NULL || node->host_name_of_rank == NULL ||
+    if (node->rank_of_local == NULL || node->host_name_of_rank == NULL ||
         hr_sleep_reserve(&node->sleep, 1) != HORO_OK) {
         return HORO_ERR_RESOURCE;
     }
+    node->core_choice.core_of = node->rank_of_local + local;
+    node->life_fds = node->rank_of_local + 2 * local;
+    node->wake_fds = node->host_count == 1 ? NULL : node->rank_of_local + 3 * local;
     memcpy(node->rank_of_local, world->rank_of_local, local * sizeof *node->rank_of_local);
     for (int i = 0; i < node->local_size; i++) {
         node->life_fds[i] = i == node->local_rank ? -1 : setup->life_fds[i];
@@ -44,9 +43,6 @@ static void free_places(struct hr_node *node) {
     }
     free(node->host_name_of_rank);
     free(node->rank_of_local);
-    free(node->core_choice.core_of);
-    free(node->wake_fds);
-    free(node->life_fds);
     free(node->sleep.fds);
     free((void *)node->transports);
     hr_recorder_fini(&node->recorder);
@@ -85,26 +81,6 @@ static hr_status duplicate(const int32_t *fds, int host_count, int per_host, int
     return HORO_OK;
 }
 
-/* Data by MPI beside the sockets, which become a part of what is returned or are destroyed. */
-static struct hr_transport *add_mpi(struct hr_node *node, struct hr_transport *sockets, const int *control,
-                                    const horo_setup *setup, const struct hr_team *world, struct hr_error *error) {
-    const int32_t *ranks = world->local_rank < world->owner_count ? setup->mpi->rank_of_host : NULL;
-    struct hr_transport *transport = NULL;
-    for (int host = 0; ranks != NULL && host < world->host_count; host++) {
-        if (hr_hosts_are_linked(HR_CHANNEL_DATA, world->host_count, world->host, host) && ranks[host] < 0) {
-            (void)hr_fail(error, HORO_ERR_USAGE, "data is to travel by MPI, but no rank of host %d is given", host);
-        }
-    }
-    if (error->code == HORO_OK) {
-        transport =
-            hr_mpi_transport_create(&node->mpi, sockets, control, node->host_count, setup->peer_timeout_ms, error);
-    }
-    if (transport == NULL) {
-        sockets->ops->destroy(sockets);
-    }
-    return transport;
-}
-
 /*
  * Whether this rank was given all links that it needs, in the words of horo_setup and horo_team_setup: a leader those
  * for control, a local index below owner_count those for data. An array that is NULL is not looked at: there are no
@@ -129,51 +105,55 @@ static hr_status check_links(const struct hr_team *team, enum hr_channel channel
     return HORO_OK;
 }
 
-/* Over duplicates of the descriptors; *control_copy, if asked for, has those for control, to be freed. NULL: *error. */
+/* Over duplicates of the descriptors; *control has those for control, NULL or to be freed. NULL: *error. */
 static struct hr_transport *connect_sockets(const struct hr_team *team, const int32_t *control_fds,
-                                            const int32_t *data_fds, int **control_copy, struct hr_error *error) {
+                                            const int32_t *data_fds, int **control, struct hr_error *error) {
     const struct hr_node *node = team->node;
     const int host_count = team->host_count;
-    int *control = NULL;
     int *data = NULL;
     struct hr_transport *sockets = NULL;
     if (check_links(team, HR_CHANNEL_CONTROL, control_fds, error) == HORO_OK &&
         check_links(team, HR_CHANNEL_DATA, data_fds, error) == HORO_OK &&
-        duplicate(control_fds, host_count, 1, &control, error) == HORO_OK &&
+        duplicate(control_fds, host_count, 1, control, error) == HORO_OK &&
         duplicate(data_fds, host_count, node->sockets_per_peer, &data, error) == HORO_OK) {
-        sockets = hr_tcp_create(control, data, host_count, node->sockets_per_peer,
+        sockets = hr_tcp_create(*control, data, host_count, node->sockets_per_peer,
                                 (int)(node->peer_timeout_ns / 1000000), error);
     }
     if (sockets == NULL) {
-        close_all(control, host_count);
+        close_all(*control, host_count);
         close_all(data, host_count * node->sockets_per_peer);
     }
     free(data);
-    if (control_copy != NULL && sockets != NULL) {
-        *control_copy = control;
-    } else {
-        free(control);
-    }
     return sockets;
 }
 
 static hr_status connect_world(struct hr_node *node, const horo_setup *setup, struct hr_team *world,
                                struct hr_error *error) {
     const int by_mpi = setup->mpi != NULL;
-    const int32_t *data_fds = by_mpi ? NULL : setup->data_fds;
     int *control = NULL;
-    struct hr_transport *transport = connect_sockets(world, setup->control_fds, data_fds, &control, error);
-    if (transport != NULL && by_mpi) {
-        transport = add_mpi(node, transport, control, setup, world, error);
+    struct hr_transport *sockets =
+        connect_sockets(world, setup->control_fds, by_mpi ? NULL : setup->data_fds, &control, error);
+    struct hr_transport *transport = sockets;
+    if (sockets != NULL && by_mpi) { /* data by MPI beside the sockets, which become a part of that transport */
+        const int32_t *ranks = world->local_rank < world->owner_count ? setup->mpi->rank_of_host : NULL;
+        for (int host = 0; ranks != NULL && host < world->host_count; host++) {
+            if (hr_hosts_are_linked(HR_CHANNEL_DATA, world->host_count, world->host, host) && ranks[host] < 0) {
+                (void)hr_fail(error, HORO_ERR_USAGE, "data is to travel by MPI, but no rank of host %d is given", host);
+            }
+        }
+        transport = error->code != HORO_OK ? NULL
+                                           : hr_mpi_transport_create(&node->mpi, sockets, control, node->host_count,
+                                                                     setup->peer_timeout_ms, error);
+        if (transport == NULL) {
+            sockets->ops->destroy(sockets);
+        }
     }
     free(control);
-    if (transport == NULL) {
-        return error->code;
-    }
     world->transport = transport;
-    return hr_node_add_transport(node, transport) == HORO_OK
-               ? HORO_OK
-               : hr_fail(error, HORO_ERR_RESOURCE, "out of memory for links to %d hosts", node->host_count);
+    if (transport != NULL && hr_node_add_transport(node, transport) != HORO_OK) {
+        (void)hr_fail(error, HORO_ERR_RESOURCE, "out of memory for links to %d hosts", node->host_count);
+    }
+    return error->code;
 }
 
 hr_status hr_node_connect_team(struct hr_team *team, const int32_t *control_fds, const int32_t *data_fds,
@@ -183,7 +163,9 @@ hr_status hr_node_connect_team(struct hr_team *team, const int32_t *control_fds,
                        "the members of this team are on %d hosts, but no connections between them were given",
                        team->host_count);
     }
-    team->transport = connect_sockets(team, control_fds, data_fds, NULL, error);
+    int *control = NULL;
+    team->transport = connect_sockets(team, control_fds, data_fds, &control, error);
+    free(control);
     return team->transport == NULL ? error->code : HORO_OK;
 }
 
@@ -211,22 +193,6 @@ static int connect_parts(struct hr_node *node, const horo_setup *setup, struct h
     return status;
 }
 
-/*
- * Shows this rank's process and proof to those who read its memory (collective/direct.c), before it is PRESENT. Without
- * random numbers it shows none: nobody reads it.
- */
-static void show_process(struct hr_node *node) {
-    struct hr_arena_block *block = &node->arena.blocks[node->local_rank];
-    if (getrandom(node->proof, sizeof node->proof, GRND_NONBLOCK) != (ssize_t)sizeof node->proof) {
-        return;
-    }
-    for (int i = 0; i < HR_PROOF_WORDS; i++) {
-        atomic_store(&block->proof[i], node->proof[i]);
-    }
-    atomic_store(&block->proof_at, (uint64_t)(uintptr_t)node->proof);
-    atomic_store(&block->process, (int32_t)getpid());
-}
-
 hr_status hr_node_init(struct hr_node *node, const horo_setup *setup, struct hr_team *world, struct hr_error *error) {
     *node = (struct hr_node){
         .rank = setup->rank,
@@ -248,22 +214,27 @@ hr_status hr_node_init(struct hr_node *node, const horo_setup *setup, struct hr_
                        node->sockets_per_peer);
     }
     HR_TRY(setup->mpi == NULL ? HORO_OK : hr_mpi_init(&node->mpi, setup->mpi, error));
-    int status = allocate(node, setup, world);
-    if (status != HORO_OK) {
-        (void)hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a job of %d ranks", setup->size);
-    } else {
-        status = connect_parts(node, setup, world, error);
-    }
+    const int status = allocate(node, setup, world) == HORO_OK
+                           ? connect_parts(node, setup, world, error)
+                           : hr_fail(error, HORO_ERR_RESOURCE, "out of memory for a job of %d ranks", setup->size);
     node->mpi.calls.rank_of_host = node->mpi.calls.send_tags = node->mpi.calls.recv_tags = NULL;
     if (status != HORO_OK) {
         free_places(node);
         return status;
     }
     world->tuning.direct = (size_t)setup->direct_bytes;
-    show_process(node);
+    struct hr_arena_block *block = &node->arena.blocks[node->local_rank];
+    /* For those who read this rank's memory (collective/direct.c): without random numbers nobody does. */
+    if (getrandom(node->proof, sizeof node->proof, GRND_NONBLOCK) == (ssize_t)sizeof node->proof) {
+        for (int i = 0; i < HR_PROOF_WORDS; i++) {
+            atomic_store(&block->proof[i], node->proof[i]);
+        }
+        atomic_store(&block->proof_at, (uint64_t)(uintptr_t)node->proof);
+        atomic_store(&block->process, (int32_t)getpid());
+    }
     hr_partition_enter(&node->arena, world->number);
-    atomic_store(&node->arena.blocks[node->local_rank].answers, node->log.queue != NULL && node->stall_warning_ns > 0);
-    atomic_store(&node->arena.blocks[node->local_rank].state, HR_MEMBER_PRESENT);
+    atomic_store(&block->answers, node->log.queue != NULL && node->stall_warning_ns > 0);
+    atomic_store(&block->state, HR_MEMBER_PRESENT);
     return HORO_OK;
 }
 

@@ -34,18 +34,16 @@ static void place(struct hr_team *team, const int32_t *host_of_rank) {
             team->rank_of_local[team->local_size++] = r;
         }
     }
-    int listed = 0;
-    for (int host = 0; host < team->host_count; host++) {
+    team->owner_count = INT_MAX;
+    for (int host = 0, listed = 0; host < team->host_count; host++) {
         const int end = listed + team->host_size[host];
         for (int r = team->leader_of_host[host]; listed < end; r++) {
             team->rank_by_host[listed] = r;
             listed += team->host_of_rank[r] == host;
         }
-    }
-    team->owner_count = INT_MAX;
-    for (int h = 0; h < team->host_count; h++) {
-        team->owner_count = team->host_size[h] < team->owner_count ? team->host_size[h] : team->owner_count;
-        team->largest_host = team->host_size[h] > team->largest_host ? team->host_size[h] : team->largest_host;
+        const int members = team->host_size[host];
+        team->owner_count = members < team->owner_count ? members : team->owner_count;
+        team->largest_host = members > team->largest_host ? members : team->largest_host;
     }
 }
 
@@ -87,9 +85,7 @@ hr_status hr_team_init(struct hr_team *team, struct hr_node *node, int rank, int
     place(team, host_of_rank);
     for (int r = 0; r < size; r++) {
         team->job_rank[r] = r;
-    }
-    for (int i = 0; i < team->local_size; i++) {
-        team->index_of_local[i] = i;
+        team->index_of_local[r] = r; /* all ranks of this host are members */
     }
     return HORO_OK;
 }
@@ -178,9 +174,7 @@ void hr_team_destroy(struct hr_team *team) {
     hr_team_close_links(team);
     free(team->numbers);
     free((void *)team->sources);
-    if (team->node != NULL) {
-        hr_node_bury(team->node, team, free_data);
-    }
+    hr_node_bury(team->node, team, free_data);
     free(team);
 }
 
@@ -220,18 +214,13 @@ void hr_team_suspect_link(struct hr_team *team, int host) {
                                        .reason = is_silent ? HR_REASON_SILENT : HR_REASON_LINK};
 }
 
-static int is_power_of_two(int number) {
-    return number > 0 && (number & (number - 1)) == 0;
-}
-
 int hr_hosts_are_linked(enum hr_channel channel, int host_count, int host, int other) {
     const int low = host < other ? host : other;
     const int high = host < other ? other : host;
-    if (low == high) {
-        return 0;
-    }
+    const int ahead = high - low;
+    const int back = host_count - ahead;
     if (channel == HR_CHANNEL_CONTROL) {
-        return (high & (high - 1)) == low;
+        return low != high && (high & (high - 1)) == low;
     }
-    return is_power_of_two(high - low) || is_power_of_two(host_count - (high - low));
+    return low != high && ((ahead & (ahead - 1)) == 0 || (back & (back - 1)) == 0);
 }

@@ -58,26 +58,18 @@ int hr_node_is_contended(const struct hr_node *node, int64_t now_ns) {
 enum { LOOK_AROUND_NS = 1000000, PAUSE_MIN_NS = 16000000, PAUSE_MAX_NS = 1000000000 };
 
 int hr_core_choose(const int *core_of, int count, int me, const cpu_set_t *allowed) {
-    int here = 0; /* besides me */
-    for (int i = 0; i < count; i++) {
-        if (i != me && core_of[i] == core_of[me]) {
-            if (i > me) {
-                return -1;
-            }
-            here++;
-        }
-    }
-    if (here == 0) {
-        return -1;
-    }
     int crowd[CPU_SETSIZE] = {0};
+    int best = -1;
+    int fewest = 0; /* here, besides me: there must be fewer than I leave behind */
     for (int i = 0; i < count; i++) {
+        if (i > me && core_of[i] == core_of[me]) {
+            return -1;
+        }
+        fewest += i != me && core_of[i] == core_of[me];
         if (core_of[i] >= 0 && core_of[i] < CPU_SETSIZE) {
             crowd[core_of[i]]++;
         }
     }
-    int best = -1;
-    int fewest = here; /* there must be fewer than I leave behind */
     for (int step = 1; step < CPU_SETSIZE && fewest > 0; step++) {
         const int core = (core_of[me] + step) % CPU_SETSIZE;
         if (CPU_ISSET((size_t)core, allowed) && crowd[core] < fewest) {
@@ -138,10 +130,8 @@ static void look_around(struct hr_core_choice *choice, const struct hr_arena *ar
         (void)sched_setaffinity(0, sizeof allowed, &allowed);
         hr_core_publish(arena);
         atomic_fetch_add_explicit(&choice->moves, 1, memory_order_relaxed);
-        const int64_t longer_ns = choice->pause_ns * 2;
-        choice->pause_ns = longer_ns < PAUSE_MIN_NS   ? PAUSE_MIN_NS
-                           : longer_ns > PAUSE_MAX_NS ? PAUSE_MAX_NS
-                                                      : longer_ns;
+        const int64_t longer_ns = choice->pause_ns < PAUSE_MIN_NS / 2 ? PAUSE_MIN_NS : choice->pause_ns * 2;
+        choice->pause_ns = longer_ns < PAUSE_MAX_NS ? longer_ns : PAUSE_MAX_NS;
         choice->next_ns = now_ns + choice->pause_ns;
         choice->crowded = 0;
     }
@@ -191,7 +181,9 @@ static void name_events(const struct hr_node *node, struct hr_sleep *sleep, size
     }
 }
 
-static int set_mark(struct hr_node *node, hr_ready ready, void *arg) {
+/* 1: this rank sleeps, to be woken by what the sleep names, which leaves room as above; 0: something is ready. */
+static int set_mark(struct hr_node *node, hr_ready ready, void *arg, struct hr_sleep *sleep, size_t spare,
+                    int64_t deadline_ns) {
     _Atomic uint32_t *sleeping = &node->arena.blocks[node->local_rank].sleeping;
     atomic_store(sleeping, 1); /* partner: hr_node_wake */
     hr_node_pass_questions(node);
@@ -200,8 +192,11 @@ static int set_mark(struct hr_node *node, hr_ready ready, void *arg) {
     node->looks_at_all = 0;
     if (is_ready) {
         atomic_store(sleeping, 0);
+        return 0;
     }
-    return !is_ready;
+    name_events(node, sleep, spare);
+    sleep->deadline_ns = deadline_ns;
+    return 1;
 }
 
 int hr_node_sleep(const struct hr_sleep *sleep) {
@@ -223,26 +218,6 @@ void hr_node_end_sleep(struct hr_node *node, const struct hr_sleep *sleep) {
         const ssize_t got = read(sleep->fds[0].fd, &drained, sizeof drained);
         (void)got; /* nonblocking; whatever it says, the driver looks at its condition next */
     }
-}
-
-enum awoken { AWOKEN_BY_EVENT, AWOKEN_BY_SIGNAL, AWOKEN_TO_LOOK, NOT_ASLEEP };
-
-/* Sleeps once, unless it is ready. */
-static enum awoken sleep_until_woken(struct hr_node *node, hr_ready ready, void *arg, int64_t deadline_ns) {
-    if (!set_mark(node, ready, arg)) {
-        return NOT_ASLEEP;
-    }
-    struct hr_sleep *sleep = &node->sleep;
-    name_events(node, sleep, 0);
-    sleep->deadline_ns = deadline_ns;
-    atomic_fetch_add_explicit(&node->sleeps, 1, memory_order_relaxed);
-    const int events = hr_node_sleep(sleep);
-    const int interrupted = events < 0 && errno == EINTR;
-    hr_node_end_sleep(node, events > 0 ? sleep : NULL);
-    if (interrupted) {
-        return AWOKEN_BY_SIGNAL;
-    }
-    return events == 0 && sleep->look_ns >= 0 ? AWOKEN_TO_LOOK : AWOKEN_BY_EVENT;
 }
 
 int hr_node_progress(struct hr_node *node) {
@@ -313,6 +288,7 @@ static int64_t end_of_spin(int64_t now_ns, int64_t spin_ns, int64_t deadline_ns)
 
 int hr_node_wait(struct hr_node *node, hr_ready ready, void *arg, int64_t now_ns, int64_t spin_ns,
                  int64_t deadline_ns) {
+    struct hr_sleep *sleep = &node->sleep;
     for (int64_t end_ns = end_of_spin(now_ns, spin_ns, deadline_ns);;) {
         if (spin(node, ready, arg, now_ns, end_ns)) {
             return HORO_OK;
@@ -320,25 +296,24 @@ int hr_node_wait(struct hr_node *node, hr_ready ready, void *arg, int64_t now_ns
         if (deadline_ns != 0 && hr_now_ns() >= deadline_ns) {
             return HORO_IN_PROGRESS;
         }
-        const enum awoken awoken = sleep_until_woken(node, ready, arg, deadline_ns);
-        if (awoken == AWOKEN_BY_SIGNAL) {
-            return HORO_IN_PROGRESS;
-        }
-        if (awoken == NOT_ASLEEP) {
+        if (!set_mark(node, ready, arg, sleep, 0, deadline_ns)) {
             return HORO_OK;
         }
-        /* one look: spinning has been tried */
+        atomic_fetch_add_explicit(&node->sleeps, 1, memory_order_relaxed);
+        const int events = hr_node_sleep(sleep);
+        const int is_interrupted = events < 0 && errno == EINTR;
+        hr_node_end_sleep(node, events > 0 ? sleep : NULL);
+        if (is_interrupted) {
+            return HORO_IN_PROGRESS;
+        }
         now_ns = hr_now_ns();
-        end_ns = awoken == AWOKEN_TO_LOOK ? 0 : end_of_spin(now_ns, spin_ns, deadline_ns);
+        /* one look where it is time for that: spinning has been tried */
+        const int looks_once = events == 0 && sleep->look_ns >= 0;
+        end_ns = looks_once ? 0 : end_of_spin(now_ns, spin_ns, deadline_ns);
     }
 }
 
 int hr_node_prepare_sleep(struct hr_node *node, hr_ready ready, void *arg, struct hr_sleep *sleep,
                           int64_t deadline_ns) {
-    if (spin(node, ready, arg, 0, 0) || !set_mark(node, ready, arg)) {
-        return 1;
-    }
-    name_events(node, sleep, 1);
-    sleep->deadline_ns = deadline_ns;
-    return 0;
+    return spin(node, ready, arg, 0, 0) || !set_mark(node, ready, arg, sleep, 1, deadline_ns);
 }

@@ -116,10 +116,9 @@ hr_status hr_watch_create(struct horo_watch **watch, struct hr_error *error) {
     hr_owner_init(&created->owner);
     created->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
     created->stop_fd = -1;
-    int status = created->epoll_fd >= 0 ? HORO_OK
+    int status = created->epoll_fd >= 0 ? hr_descriptor_event(&created->stop_fd, error)
                                         : hr_fail(error, HORO_ERR_RESOURCE,
                                                   "cannot watch the processes of other ranks: %s", strerror(errno));
-    status = status == HORO_OK ? hr_descriptor_event(&created->stop_fd, error) : status;
     status = status == HORO_OK ? watch_line(created, created->stop_fd, error) : status;
     status = status == HORO_OK ? hr_thread_start(&created->thread, thread_main, created,
                                                  "the thread that watches other ranks", error)

@@ -378,7 +378,8 @@ static void *thread_main(void *arg) {
             }
             continue;
         }
-        const uint32_t calls = hr_node_calls(node); /* a later one ends the sleep */
+        /* a later one ends the sleep */
+        const uint32_t calls = atomic_load(&node->arena.blocks[node->local_rank].calls);
         hr_node_pass_questions(node);
         if (may_drive(drive)) {
             run(drive);
