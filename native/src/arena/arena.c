@@ -94,17 +94,14 @@ hr_status hr_arena_map(struct hr_arena *arena, void *memory, size_t memory_bytes
         .local_size = local_size,
         .segment_bytes = segment_bytes,
     };
-    if (memory == NULL && fd < 0) {
-        return hr_fail(error, HORO_ERR_USAGE, "arena descriptor %d: %s", fd, strerror(EBADF));
+    struct stat status = {.st_size = (off_t)memory_bytes};
+    if (memory == NULL && fstat(fd, &status) != 0) {
+        return hr_fail(error, HORO_ERR_USAGE, "arena descriptor %d: %s", fd, strerror(errno));
     }
-    struct stat status = {.st_size = (off_t)mapped.memory_bytes};
-    if (mapped.fd >= 0 && fstat(mapped.fd, &status) != 0) {
-        return hr_fail(error, HORO_ERR_USAGE, "arena descriptor %d: %s", mapped.fd, strerror(errno));
-    }
-    const uint64_t bytes = hr_arena_layout_bytes(mapped.local_size, mapped.segment_bytes, 1);
+    const uint64_t bytes = hr_arena_layout_bytes(local_size, segment_bytes, 1);
     if ((uint64_t)status.st_size < bytes) {
         return hr_fail(error, HORO_ERR_USAGE, "arena of %lld bytes is too small: %d ranks need %llu",
-                       (long long)status.st_size, mapped.local_size, (unsigned long long)bytes);
+                       (long long)status.st_size, local_size, (unsigned long long)bytes);
     }
     HR_TRY(map_part(&mapped, 0, common_bytes(local_size), &mapped.base, error));
     mapped.header = (struct hr_arena_header *)(void *)mapped.base;
@@ -167,7 +164,6 @@ hr_status hr_partition_map(const struct hr_arena *arena, int team, struct hr_par
     HR_TRY(map_part(arena, offset, layout.bytes, &base, error));
     *partition = (struct hr_partition){
         .base = base,
-        .is_mapped = arena->fd >= 0,
         .segment_bytes = arena->segment_bytes,
         .header = (struct hr_partition_header *)(void *)base,
         .blocks = (struct hr_partition_block *)(void *)(base + layout.blocks),
@@ -179,7 +175,7 @@ hr_status hr_partition_map(const struct hr_arena *arena, int team, struct hr_par
 }
 
 void hr_partition_unmap(const struct hr_arena *arena, struct hr_partition *partition) {
-    if (partition->is_mapped) {
+    if (partition->base != NULL && arena->fd >= 0) {
         (void)munmap(partition->base, lay_out(arena->local_size, partition->segment_bytes).bytes);
     }
     *partition = (struct hr_partition){0};
@@ -261,9 +257,7 @@ size_t hr_ring_read(const struct hr_ring_head *head, const char *ring, size_t ri
 
 void hr_arena_keep_last_words(struct hr_arena *arena, int rank, const char *words, size_t bytes) {
     struct hr_arena_block *block = &arena->blocks[arena->local_rank];
-    uint32_t unclaimed = 0;
-    if (!atomic_compare_exchange_strong_explicit(&block->words_claimed, &unclaimed, 1, memory_order_relaxed,
-                                                 memory_order_relaxed)) {
+    if (atomic_exchange_explicit(&block->words_claimed, 1, memory_order_relaxed) != 0) {
         return; /* another thread of this process was first */
     }
     const size_t kept = bytes < HR_LAST_WORDS_MAX ? bytes : HR_LAST_WORDS_MAX;

@@ -151,7 +151,6 @@ struct hr_partition_block {
 /* One team's part of the arena, as this process sees it. */
 struct hr_partition {
     char *base;
-    int is_mapped; /* by itself, else with the arena */
     size_t segment_bytes;
     struct hr_partition_header *header;
     struct hr_partition_block *blocks;
