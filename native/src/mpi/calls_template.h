@@ -11,27 +11,18 @@
 /* Casts an address to a pointer to a function of `type`. */
 #define FUNCTION(mpi, index, type) ((type *)(uintptr_t)(mpi)->calls.functions[index])
 
-/* The room into which MPI writes a status; nothing of it is looked at. */
-struct status {
-    _Alignas(16) char bytes[HORO_MPI_STATUS_MAX];
-};
-
 typedef int issend_function(const void *, int, HANDLE, int, int, HANDLE, HANDLE *);
-
-static int call_issend(const struct hr_mpi *mpi, const void *data, size_t bytes, int rank, int tag, uint64_t *request) {
-    HANDLE handle = TO_HANDLE(0);
-    const int code = FUNCTION(mpi, HORO_MPI_ISSEND, issend_function)(
-        data, (int)bytes, TO_HANDLE(mpi->calls.byte), rank, tag, TO_HANDLE(mpi->calls.communicator), &handle);
-    *request = TO_VALUE(handle);
-    return code;
-}
-
 typedef int irecv_function(void *, int, HANDLE, int, int, HANDLE, HANDLE *);
 
-static int call_irecv(const struct hr_mpi *mpi, void *data, size_t bytes, int rank, int tag, uint64_t *request) {
+static int call_start(const struct hr_mpi *mpi, enum horo_mpi_function function, void *data, size_t bytes, int rank,
+                      int tag, uint64_t *request) {
     HANDLE handle = TO_HANDLE(0);
-    const int code = FUNCTION(mpi, HORO_MPI_IRECV, irecv_function)(
-        data, (int)bytes, TO_HANDLE(mpi->calls.byte), rank, tag, TO_HANDLE(mpi->calls.communicator), &handle);
+    HANDLE byte = TO_HANDLE(mpi->calls.byte);
+    HANDLE ranks = TO_HANDLE(mpi->calls.communicator);
+    const int code =
+        function == HORO_MPI_ISSEND
+            ? FUNCTION(mpi, function, issend_function)(data, (int)bytes, byte, rank, tag, ranks, &handle)
+            : FUNCTION(mpi, function, irecv_function)(data, (int)bytes, byte, rank, tag, ranks, &handle);
     *request = TO_VALUE(handle);
     return code;
 }
@@ -40,9 +31,9 @@ typedef int test_function(HANDLE *, int *, void *);
 
 static int call_test(const struct hr_mpi *mpi, uint64_t *request, int *done) {
     HANDLE handle = TO_HANDLE(*request);
-    struct status status;
+    _Alignas(16) char status[HORO_MPI_STATUS_MAX]; /* nothing of it is looked at */
     *done = 0;
-    const int code = FUNCTION(mpi, HORO_MPI_TEST, test_function)(&handle, done, status.bytes);
+    const int code = FUNCTION(mpi, HORO_MPI_TEST, test_function)(&handle, done, status);
     *request = TO_VALUE(handle);
     return code;
 }
@@ -57,8 +48,7 @@ static int call_change(const struct hr_mpi *mpi, enum horo_mpi_function function
 }
 
 const struct hr_mpi_ops TABLE = {
-    .issend = call_issend,
-    .irecv = call_irecv,
+    .start = call_start,
     .test = call_test,
     .change = call_change,
 };

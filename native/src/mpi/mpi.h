@@ -19,9 +19,12 @@
 struct hr_mpi;
 
 struct hr_mpi_ops {
-    /* Done when the receiver has begun to receive: what is done needs no further call of mine to arrive. */
-    int (*issend)(const struct hr_mpi *mpi, const void *data, size_t bytes, int rank, int tag, uint64_t *request);
-    int (*irecv)(const struct hr_mpi *mpi, void *data, size_t bytes, int rank, int tag, uint64_t *request);
+    /*
+     * HORO_MPI_ISSEND or HORO_MPI_IRECV. A send is done when the receiver has begun to receive: what is done needs no
+     * further call of mine to arrive.
+     */
+    int (*start)(const struct hr_mpi *mpi, enum horo_mpi_function function, void *data, size_t bytes, int rank, int tag,
+                 uint64_t *request);
     /* *done: the request is over and gone. Makes progress on all requests. */
     int (*test)(const struct hr_mpi *mpi, uint64_t *request, int *done);
     /* HORO_MPI_CANCEL or HORO_MPI_REQUEST_FREE. */

@@ -51,7 +51,7 @@ struct mpi_transport {
     int abandoned;
     int64_t peer_timeout_ns;
     int64_t look_ns; /* when to look at silent peers again */
-    uint64_t *busy; /* bit per peer: something is posted */
+    uint64_t *busy; /* behind the peers, a bit for each: something is posted */
     struct peer peers[];
 };
 
@@ -131,11 +131,13 @@ static int fail_peers(struct mpi_transport *self, int begin, int end) {
     return any;
 }
 
-static void lose_peer(struct mpi_transport *self, int peer, enum hr_loss how) {
+/* 1: it is lost. */
+static int lose_peer(struct mpi_transport *self, int peer, enum hr_loss how) {
     if (self->peers[peer].lost == HR_LOSS_NONE) {
         self->peers[peer].lost = how;
     }
     (void)fail_peers(self, peer, peer + 1);
+    return 1;
 }
 
 /* ---- Moving ---- */
@@ -149,9 +151,9 @@ static int start_messages(struct mpi_transport *self, struct peer *peer, int dir
         if (io->bytes > io->done_bytes && !is_held(io)) {
             char *data = io->data + io->done_bytes;
             const size_t bytes = hr_smaller(io->bytes - io->done_bytes, most);
-            const int code = direction == SEND
-                                 ? ops->issend(self->mpi, data, bytes, peer->rank, peer->tag[SEND], &io->request)
-                                 : ops->irecv(self->mpi, data, bytes, peer->rank, peer->tag[RECV], &io->request);
+            const enum horo_mpi_function function = direction == SEND ? HORO_MPI_ISSEND : HORO_MPI_IRECV;
+            const int code =
+                ops->start(self->mpi, function, data, bytes, peer->rank, peer->tag[direction], &io->request);
             if (code != 0) {
                 return code;
             }
@@ -165,22 +167,6 @@ static int start_messages(struct mpi_transport *self, struct peer *peer, int dir
     return 0;
 }
 
-/*
- * Finishes what is over of the head, and empty ones behind it. 1: something moved; 0; or an error code of MPI in *code.
- */
-static int finish_messages(struct mpi_transport *self, struct hr_queue *queue, int *code) {
-    struct hr_io *head = queue->head;
-    int moved = 0;
-    if (head != NULL && is_held(head)) {
-        *code = self->mpi->ops->test(self->mpi, &head->request, &moved);
-        if (*code != 0) {
-            let_go(head);
-            return 0;
-        }
-    }
-    return hr_queue_advance(queue, moved ? head->given_bytes - head->done_bytes : 0) | moved;
-}
-
 static int peer_progress(struct mpi_transport *self, int peer) {
     struct peer *at = &self->peers[peer];
     if (at->lost) {
@@ -189,17 +175,24 @@ static int peer_progress(struct mpi_transport *self, int peer) {
     int moved = 0;
     for (int direction = 0; direction < DIRECTIONS; direction++) {
         struct stream *stream = &at->stream[direction];
+        struct hr_io *head = stream->queue.head;
+        int is_over = 0;
         int code = 0;
-        if (finish_messages(self, &stream->queue, &code)) {
-            moved = 1;
-            stream->moved_ns = hr_now_ns();
+        if (head != NULL && is_held(head)) {
+            code = self->mpi->ops->test(self->mpi, &head->request, &is_over);
         }
-        if (code == 0) {
+        if (code != 0) {
+            let_go(head);
+        } else {
+            /* finishes the head, if it is over, and empty ones behind it */
+            if (hr_queue_advance(&stream->queue, is_over ? head->given_bytes - head->done_bytes : 0) || is_over) {
+                moved = 1;
+                stream->moved_ns = hr_now_ns();
+            }
             code = start_messages(self, at, direction);
         }
         if (code != 0) {
-            lose_peer(self, peer, HR_LOSS_CLOSED);
-            return 1;
+            return lose_peer(self, peer, HR_LOSS_CLOSED);
         }
     }
     settle_busy(self, peer);
@@ -214,8 +207,7 @@ static int look_at(struct mpi_transport *self, int peer, int64_t now_ns) {
     const struct stream *send = &at->stream[SEND];
     const int64_t moved_ns = send->moved_ns > at->stream[RECV].moved_ns ? send->moved_ns : at->stream[RECV].moved_ns;
     if (send->queue.head != NULL && now_ns - send->moved_ns >= self->peer_timeout_ns) {
-        lose_peer(self, peer, HR_LOSS_SILENT);
-        return 1;
+        return lose_peer(self, peer, HR_LOSS_SILENT);
     }
     struct pollfd connection = {.fd = at->control_fd, .events = POLLRDHUP};
     if (at->ended_ns == 0 && connection.fd >= 0 && poll(&connection, 1, 0) > 0 &&
@@ -223,8 +215,7 @@ static int look_at(struct mpi_transport *self, int peer, int64_t now_ns) {
         at->ended_ns = now_ns;
     }
     if (at->ended_ns != 0 && now_ns - (moved_ns > at->ended_ns ? moved_ns : at->ended_ns) >= END_GRACE_NS) {
-        lose_peer(self, peer, HR_LOSS_CLOSED);
-        return 1;
+        return lose_peer(self, peer, HR_LOSS_CLOSED);
     }
     return 0;
 }
@@ -287,7 +278,7 @@ static int mpi_post(struct hr_transport *transport, enum hr_direction direction,
     settle_busy(self, peer);
     const int code = at->lost ? 0 : start_messages(self, at, direction);
     if (code != 0) {
-        lose_peer(self, peer, HR_LOSS_CLOSED);
+        (void)lose_peer(self, peer, HR_LOSS_CLOSED);
     }
     return HORO_OK;
 }
@@ -326,7 +317,6 @@ static void mpi_destroy(struct hr_transport *transport) {
     struct mpi_transport *self = (struct mpi_transport *)transport;
     (void)fail_peers(self, 0, self->host_count);
     self->control->ops->destroy(self->control);
-    free(self->busy);
     free(self);
 }
 
@@ -357,11 +347,9 @@ struct hr_transport *hr_mpi_transport_create(struct hr_mpi *mpi, struct hr_trans
             return NULL;
         }
     }
-    struct mpi_transport *self = calloc(1, sizeof *self + (size_t)host_count * sizeof self->peers[0]);
-    uint64_t *busy = calloc((size_t)host_count / WORD_BITS + 1, sizeof *busy);
-    if (self == NULL || busy == NULL) {
-        free(self);
-        free(busy);
+    struct mpi_transport *self = calloc(1, sizeof *self + (size_t)host_count * sizeof self->peers[0] +
+                                               ((size_t)host_count / WORD_BITS + 1) * sizeof *self->busy);
+    if (self == NULL) {
         (void)hr_fail(error, HORO_ERR_RESOURCE, "no memory for the links to %d hosts", host_count);
         return NULL;
     }
@@ -370,7 +358,7 @@ struct hr_transport *hr_mpi_transport_create(struct hr_mpi *mpi, struct hr_trans
     self->control = control;
     self->host_count = host_count;
     self->peer_timeout_ns = (int64_t)peer_timeout_ms * 1000000;
-    self->busy = busy;
+    self->busy = (uint64_t *)(void *)(self->peers + host_count);
     for (int host = 0; host < host_count; host++) {
         self->peers[host] = (struct peer){
             .rank = calls->rank_of_host[host],

@@ -46,7 +46,7 @@ struct tcp {
     int used_sockets; /* of which so many are in use */
     int link_count;
     int abandoned[HR_CHANNEL_COUNT];
-    uint64_t *busy; /* bit per link: something is posted. Control links have the lower bits and so go first. */
+    uint64_t *busy; /* behind the links, a bit per link: something is posted. The lower ones, for control, go first. */
     struct link links[]; /* control by peer, then data: [host_count + peer * data_sockets + socket] */
 };
 
@@ -66,9 +66,7 @@ static void clear_busy(struct tcp *tcp, int index) {
 static int fail_link(struct tcp *tcp, int index) {
     struct link *link = &tcp->links[index];
     clear_busy(tcp, index);
-    const int sends = hr_queue_fail(&link->send);
-    const int recvs = hr_queue_fail(&link->recv);
-    return sends || recvs;
+    return hr_queue_fail(&link->send) | hr_queue_fail(&link->recv);
 }
 
 /*
@@ -278,7 +276,6 @@ static void tcp_destroy(struct hr_transport *transport) {
             (void)close(tcp->links[i].fd);
         }
     }
-    free(tcp->busy);
     free(tcp);
 }
 
@@ -296,10 +293,7 @@ static const struct hr_transport_ops tcp_ops = {
 
 /* As the kernel takes it for TCP_KEEPIDLE and TCP_KEEPINTVL. */
 static int keepalive_seconds(int seconds) {
-    if (seconds < 1) {
-        return 1;
-    }
-    return seconds < KEEPALIVE_SECONDS_MAX ? seconds : KEEPALIVE_SECONDS_MAX;
+    return seconds < 1 ? 1 : seconds < KEEPALIVE_SECONDS_MAX ? seconds : KEEPALIVE_SECONDS_MAX;
 }
 
 /*
@@ -390,11 +384,9 @@ struct hr_transport *hr_tcp_create(const int *control_fds, const int *data_fds, 
         return NULL;
     }
     const size_t link_count = (size_t)host_count * (size_t)(1 + data_sockets);
-    struct tcp *tcp = calloc(1, sizeof *tcp + link_count * sizeof tcp->links[0]);
-    uint64_t *busy = calloc(link_count / WORD_BITS + 1, sizeof *busy);
-    if (tcp == NULL || busy == NULL) {
-        free(tcp);
-        free(busy);
+    struct tcp *tcp = calloc(1, sizeof *tcp + link_count * sizeof tcp->links[0] +
+                                    (link_count / WORD_BITS + 1) * sizeof *tcp->busy);
+    if (tcp == NULL) {
         (void)hr_fail(error, HORO_ERR_RESOURCE, "no memory for the links to %d hosts", host_count);
         return NULL;
     }
@@ -402,11 +394,10 @@ struct hr_transport *hr_tcp_create(const int *control_fds, const int *data_fds, 
     tcp->host_count = host_count;
     tcp->data_sockets = tcp->used_sockets = data_sockets;
     tcp->link_count = (int)link_count;
-    tcp->busy = busy;
+    tcp->busy = (uint64_t *)(void *)(tcp->links + link_count);
     for (int host = 0; host < host_count; host++) {
         if (open_host(tcp, HR_CHANNEL_CONTROL, control_fds, host, peer_timeout_ms, error) != HORO_OK ||
             open_host(tcp, HR_CHANNEL_DATA, data_fds, host, peer_timeout_ms, error) != HORO_OK) {
-            free(tcp->busy);
             free(tcp);
             return NULL;
         }

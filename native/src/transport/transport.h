@@ -4,7 +4,7 @@
  * Contract of every transport, held by one conformance suite:
  *  - Sends and receives on one (peer, channel) match one to one in order, and a matching pair has the same size. (One
  *    stream does not need the rule; several, and message transports, do.) Control is one stream always: there a receive
- *    may take whatever has come (hr_post_recv_some).
+ *    may take whatever has come (takes_some).
  *  - post never blocks and copies nothing: the memory and the hr_io stay the caller's to keep until io->state is
  *    not HR_IO_POSTED.
  *  - A send may have to wait for its receive to be posted, however small it is: stream transports buffer, MPI does not.
@@ -53,7 +53,7 @@ struct hr_io {
     char *data;
     size_t bytes;
     size_t done_bytes; /* grows as bytes move, so that a receiver may work on what has come */
-    int takes_some;    /* a receive that is done as soon as any bytes have come */
+    int takes_some;    /* a receive that is done as soon as any bytes have come; set behind post, on control alone */
     enum hr_io_state state;
     struct hr_io *next;
     size_t given_bytes; /* to MPI, as what follows: all of this and no more than `bytes` has gone there */
@@ -111,14 +111,6 @@ struct hr_transport {
     const struct hr_transport_ops *ops;
     int is_quiet; /* the driver's: nothing of its team is under way here, so it is moved now and then only */
 };
-
-/* Posts a receive for control that is done as soon as any bytes have come, of whatever sends: io->done_bytes. */
-static inline hr_status hr_post_recv_some(struct hr_transport *transport, int peer, void *data, size_t capacity,
-                                          struct hr_io *io) {
-    HR_TRY(transport->ops->post(transport, HR_RECV, peer, HR_CHANNEL_CONTROL, data, capacity, io));
-    io->takes_some = 1; /* only progress looks at it */
-    return HORO_OK;
-}
 
 static inline int64_t hr_transport_poll_within_ns(const struct hr_transport *transport) {
     return transport->ops->poll_within_ns == NULL ? -1 : transport->ops->poll_within_ns(transport);

@@ -72,7 +72,10 @@ int shim_post_recv(void *transport, int peer, int channel, void *data, size_t by
 }
 
 int shim_post_recv_some(void *transport, int peer, void *data, size_t capacity, void *io) {
-    return hr_post_recv_some(transport, peer, data, capacity, io);
+    struct hr_io *posted = io;
+    HR_TRY(shim_post_recv(transport, peer, HR_CHANNEL_CONTROL, data, capacity, io));
+    posted->takes_some = 1;
+    return HORO_OK;
 }
 
 int shim_progress(void *transport) {

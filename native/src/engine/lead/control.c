@@ -19,7 +19,11 @@ enum { RECEIVE_BYTES = 1 << 16 };
 /* ---- Links ---- */
 
 static int post_receive(const struct hr_leader *leader, struct hr_link *link) {
-    return hr_post_recv_some(leader->team->transport, link->host, link->received, RECEIVE_BYTES, &link->recv);
+    struct hr_transport *transport = leader->team->transport;
+    HR_TRY(transport->ops->post(transport, HR_RECV, link->host, HR_CHANNEL_CONTROL, (char *)link->received,
+                                RECEIVE_BYTES, &link->recv));
+    link->recv.takes_some = 1; /* only progress looks at it */
+    return HORO_OK;
 }
 
 int hr_leader_open_links(struct hr_leader *leader, struct hr_error *error) {
