@@ -138,8 +138,7 @@ static void read_request(struct reader *reader, struct hr_wire_request *request)
     request->name = read_name(reader);
     require(reader, request->name.bytes > 0);
     request->tensor_count = read_count(reader);
-    const int reduce = request->reduce_op;
-    require(reader, reduce >= HORO_AVERAGE && reduce <= HORO_BXOR);
+    require(reader, request->reduce_op >= HORO_AVERAGE && request->reduce_op <= HORO_BXOR);
     require(reader, request->op < HORO_OP_COUNT && flags <= (1 | HR_WIRE_ON_GPU) && request->root_rank >= 0 &&
                         is_canonical(request));
     request->tensors = reader->at;
@@ -183,27 +182,11 @@ static void read_batch(struct reader *reader, struct hr_wire_message *message) {
     message->rows = read_rows(reader);
 }
 
-static void read_data(struct reader *reader, struct hr_wire_message *message) {
-    message->id = read_u32(reader);
+static void read_data(struct reader *reader, struct hr_wire_message *message, uint32_t most) {
     const uint32_t bytes = read_u32(reader);
-    require(reader, message->id != 0 && bytes > 0 && bytes <= HR_WIRE_DATA_MAX);
+    require(reader, bytes <= most);
     message->data_bytes = reader->failed ? 0 : bytes;
     message->data = take(reader, message->data_bytes);
-}
-
-static void read_moves(struct reader *reader, struct hr_wire_message *message) {
-    message->sent = read_u64(reader);
-    message->received = read_u64(reader);
-    const uint32_t bytes = read_u32(reader);
-    require(reader, bytes <= HR_WIRE_DATA_MAX && bytes % HR_WIRE_MOVE_BYTES == 0);
-    message->data = reader->at;
-    message->data_bytes = reader->failed ? 0 : bytes;
-    for (size_t at = 0; at < message->data_bytes && !reader->failed; at += HR_WIRE_MOVE_BYTES) {
-        const int peer = read_i32(reader);
-        const int tag = read_i32(reader);
-        const int sends = read_u8(reader);
-        require(reader, peer >= (sends ? 0 : -1) && tag >= 0 && sends <= 1);
-    }
 }
 
 /* Each team once, in their order. */
@@ -212,7 +195,15 @@ static void read_blocked(struct reader *reader, struct hr_wire_message *message)
     message->question = read_u32(reader);
     message->text = read_str16(reader);
     message->others = read_str16(reader);
-    read_moves(reader, message);
+    message->sent = read_u64(reader);
+    message->received = read_u64(reader);
+    read_data(reader, message, HR_WIRE_DATA_MAX);
+    require(reader, message->data_bytes % HR_WIRE_MOVE_BYTES == 0);
+    for (const uint8_t *at = message->data; !reader->failed && at != message->data + message->data_bytes;) {
+        struct hr_wire_move move;
+        hr_wire_next_move(&at, &move);
+        require(reader, move.peer >= (move.sends ? 0 : -1) && move.tag >= 0 && move.sends <= 1);
+    }
     message->count = read_u32(reader);
     message->items = reader->at;
     require(reader, message->rank >= 0 && message->count <= HORO_TEAMS_MAX);
@@ -249,11 +240,9 @@ static void read_mail(struct reader *reader, struct hr_wire_message *message) {
     message->status = read_i32(reader);
     mail->send = read_u64(reader);
     mail->count = read_u64(reader);
-    const uint32_t bytes = read_u32(reader);
+    read_data(reader, message, HR_WIRE_MAIL_MAX);
     require(reader, message->rank >= 0 && mail->to >= 0 && mail->dtype < HORO_ANY_DTYPE_COUNT && mail->tag >= 0 &&
-                        (message->status == HORO_OK || hr_is_error(message->status)) && bytes <= HR_WIRE_MAIL_MAX);
-    message->data_bytes = reader->failed ? 0 : bytes;
-    message->data = take(reader, message->data_bytes);
+                        (message->status == HORO_OK || hr_is_error(message->status)));
 }
 
 /* FAIL and LATE. */
@@ -274,13 +263,17 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
         }
         break;
     case HR_WIRE_REQUEST:
+    case HR_WIRE_LEAVE:
         message->rank = read_i32(reader);
         message->status = read_i32(reader);
         message->text = read_str16(reader);
-        message->rows = read_rows(reader);
-        require(reader, message->rank >= 0 && (message->status == HORO_OK || hr_is_error(message->status)));
-        read_request(reader, &message->request);
-        require(reader, message->rows.count == 0 || hr_op_is(message->request.op, HR_OP_TELLING_ROWS));
+        require(reader, message->rank >= 0 && (hr_is_error(message->status) ||
+                                               (message->status == HORO_OK && message->type == HR_WIRE_REQUEST)));
+        if (message->type == HR_WIRE_REQUEST) {
+            message->rows = read_rows(reader);
+            read_request(reader, &message->request);
+            require(reader, message->rows.count == 0 || hr_op_is(message->request.op, HR_OP_TELLING_ROWS));
+        }
         break;
     case HR_WIRE_ROWS:
         message->id = read_u32(reader);
@@ -297,12 +290,6 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
                             hr_is_error(message->status) && message->reason > HR_REASON_NONE &&
                             message->reason <= HR_REASON_ABORTED);
         break;
-    case HR_WIRE_LEAVE:
-        message->rank = read_i32(reader);
-        message->status = read_i32(reader);
-        message->text = read_str16(reader);
-        require(reader, message->rank >= 0 && hr_is_error(message->status));
-        break;
     case HR_WIRE_BLOCKED: read_blocked(reader, message); break;
     case HR_WIRE_QUERY:
         message->question = read_u32(reader);
@@ -316,7 +303,11 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
         require(reader, message->rank >= 0);
         break;
     case HR_WIRE_DATA:
-    case HR_WIRE_RESULT: read_data(reader, message); break;
+    case HR_WIRE_RESULT:
+        message->id = read_u32(reader);
+        read_data(reader, message, HR_WIRE_DATA_MAX);
+        require(reader, message->id != 0 && message->data_bytes > 0);
+        break;
     case HR_WIRE_BATCH: read_batch(reader, message); break;
     case HR_WIRE_TUNE: read_tune(reader, message); break;
     case HR_WIRE_MAIL: read_mail(reader, message); break;
@@ -326,31 +317,19 @@ static void read_body(struct reader *reader, struct hr_wire_message *message) {
     }
 }
 
-static hr_status outcome(const struct reader *reader) {
-    return reader->failed || reader->left > 0 ? HORO_ERR_INTERNAL : HORO_OK;
-}
-
 hr_status hr_wire_decode(const void *data, size_t bytes, struct hr_wire_message *message) {
-    *message = (struct hr_wire_message){0};
-    if (bytes == 0 || bytes > HR_WIRE_MESSAGE_MAX) {
-        return HORO_ERR_INTERNAL;
-    }
-    message->bytes = data;
-    message->byte_count = bytes;
     struct reader reader = {.at = data, .left = bytes};
+    *message = (struct hr_wire_message){.bytes = data, .byte_count = bytes};
     message->type = (enum hr_wire_type)read_u8(&reader);
     read_body(&reader, message);
-    return outcome(&reader);
+    return reader.failed || reader.left > 0 ? HORO_ERR_INTERNAL : HORO_OK;
 }
 
 hr_status hr_wire_decode_request(const void *data, size_t bytes, struct hr_wire_request *request) {
-    *request = (struct hr_wire_request){0};
-    if (bytes == 0 || bytes > HR_WIRE_MESSAGE_MAX) {
-        return HORO_ERR_INTERNAL;
-    }
     struct reader reader = {.at = data, .left = bytes};
+    *request = (struct hr_wire_request){0};
     read_request(&reader, request);
-    return outcome(&reader);
+    return reader.failed || reader.left > 0 ? HORO_ERR_INTERNAL : HORO_OK;
 }
 
 void hr_wire_next_move(const uint8_t **cursor, struct hr_wire_move *move) {
@@ -401,22 +380,14 @@ int64_t hr_wire_next_row(const uint8_t **cursor) {
 }
 
 char *hr_wire_describe_tensor(const struct hr_wire_tensor *tensor, char *out, size_t out_bytes) {
-    if (out_bytes == 0) {
-        return out;
+    size_t used = (size_t)snprintf(out, out_bytes, "%s [", hr_dtype_name(tensor->dtype));
+    for (int i = 0; i < tensor->ndim && used < out_bytes; i++) { /* else it is cut: snprintf has terminated it */
+        const long long extent = (long long)tensor->shape[i];
+        used += (size_t)snprintf(out + used, out_bytes - used, i == 0 ? "%lld" : ", %lld", extent);
     }
-    size_t used = 0;
-    int written = snprintf(out, out_bytes, "%s [", hr_dtype_name(tensor->dtype));
-    for (int i = 0; i <= tensor->ndim && written >= 0; i++) {
-        used += (size_t)written;
-        if (used >= out_bytes) { /* cut: snprintf has terminated it */
-            break;
-        }
-        if (i < tensor->ndim) {
-            written = snprintf(out + used, out_bytes - used, i == 0 ? "%lld" : ", %lld", (long long)tensor->shape[i]);
-        } else {
-            written = snprintf(out + used, out_bytes - used, tensor->wire_dtype == 0 ? "]" : "] as %s",
-                               hr_dtype_name(tensor->wire_dtype));
-        }
+    if (used < out_bytes) {
+        (void)snprintf(out + used, out_bytes - used, tensor->wire_dtype == 0 ? "]" : "] as %s",
+                       hr_dtype_name(tensor->wire_dtype));
     }
     return out;
 }

@@ -96,9 +96,7 @@ hr_status hr_wire_encode_request(struct hr_buffer *out, const horo_request *requ
     if (at == NULL) {
         return HORO_ERR_RESOURCE;
     }
-    /*
-     * A field that means nothing for this operation gets one fixed value, so that it cannot make two requests differ.
-     */
+    /* A field that means nothing for this operation gets one fixed value: it cannot make two requests differ. */
     const int reduces = hr_op_is(request->op, HR_OP_REDUCTION);
     *at++ = (uint8_t)request->op;
     *at++ = (uint8_t)(reduces ? request->reduce_op : 0);
@@ -125,44 +123,25 @@ hr_status hr_wire_encode_request(struct hr_buffer *out, const horo_request *requ
     return finish(out, at);
 }
 
-/* The numbers that a rank tells of a tensor: of its rows, or of its rows for each rank. */
-static const int64_t *rows_of(const horo_request *request, int32_t i, int32_t *count) {
-    const horo_tensor *tensor = &request->tensors[i];
-    *count = request->op == HORO_ALLTOALL ? tensor->split_count : 1;
-    return request->op == HORO_ALLTOALL ? tensor->splits : tensor->shape;
-}
-
-size_t hr_wire_rows_bytes(const horo_request *request) {
-    size_t bytes = 0;
-    for (int32_t i = 0; i < request->tensor_count && hr_op_is(request->op, HR_OP_TELLING_ROWS); i++) {
-        int32_t count;
-        const int64_t *rows = rows_of(request, i, &count);
-        for (int32_t r = 0; r < count; r++) {
-            bytes += var_bytes((uint64_t)rows[r]);
-        }
-    }
-    return bytes;
-}
-
 struct hr_wire_rows hr_wire_encode_row(int64_t row, uint8_t *room) {
     return (struct hr_wire_rows){.data = room, .bytes = (size_t)(write_var(room, (uint64_t)row) - room), .count = 1};
 }
 
 struct hr_wire_rows hr_wire_encode_rows(const horo_request *request, uint8_t *room) {
-    uint8_t *at = room;
     struct hr_wire_rows written = {.data = room};
-    if (!hr_op_is(request->op, HR_OP_TELLING_ROWS)) {
-        return (struct hr_wire_rows){0};
-    }
-    for (int32_t i = 0; i < request->tensor_count; i++) {
-        int32_t count;
-        const int64_t *rows = rows_of(request, i, &count);
+    for (int32_t i = 0; i < request->tensor_count && hr_op_is(request->op, HR_OP_TELLING_ROWS); i++) {
+        const horo_tensor *tensor = &request->tensors[i];
+        const int is_split = request->op == HORO_ALLTOALL; /* else each tensor has one number of rows for all ranks */
+        const int64_t *rows = is_split ? tensor->splits : tensor->shape;
+        const int32_t count = is_split ? tensor->split_count : 1;
         for (int32_t r = 0; r < count; r++) {
-            at = write_var(at, (uint64_t)rows[r]);
+            if (room != NULL) {
+                (void)write_var(room + written.bytes, (uint64_t)rows[r]);
+            }
+            written.bytes += var_bytes((uint64_t)rows[r]);
         }
         written.count += (uint32_t)count;
     }
-    written.bytes = (size_t)(at - room);
     return written;
 }
 
@@ -258,27 +237,22 @@ int hr_wire_end_batch(struct hr_buffer *out, struct hr_wire_rows rows) {
 }
 
 hr_status hr_wire_put_lane(struct hr_buffer *out, const struct hr_wire_lane *lane) {
-    uint8_t *at = begin(out, 4 + 4 + 8 + 4);
-    if (at == NULL) {
-        return HORO_ERR_RESOURCE;
-    }
-    at = hr_store_u32(hr_store_u32(at, lane->team), lane->members);
-    return finish(out, hr_store_u32(hr_store_u64(at, lane->executed), lane->count));
+    uint8_t bytes[4 + 4 + 8 + 4];
+    uint8_t *at = hr_store_u32(hr_store_u32(bytes, lane->team), lane->members);
+    (void)hr_store_u32(hr_store_u64(at, lane->executed), lane->count);
+    return hr_buffer_append(out, bytes, sizeof bytes);
 }
 
 hr_status hr_wire_put_move(struct hr_buffer *out, struct hr_wire_move move) {
-    uint8_t *at = begin(out, HR_WIRE_MOVE_BYTES);
-    if (at == NULL) {
-        return HORO_ERR_RESOURCE;
-    }
-    at = write_i32(write_i32(at, move.peer), move.tag);
-    *at++ = move.sends != 0;
-    return finish(out, at);
+    uint8_t bytes[HR_WIRE_MOVE_BYTES];
+    *write_i32(write_i32(bytes, move.peer), move.tag) = move.sends != 0;
+    return hr_buffer_append(out, bytes, sizeof bytes);
 }
 
 int hr_wire_put_hash(struct hr_buffer *out, uint64_t hash) {
-    uint8_t *at = begin(out, 8);
-    return at == NULL ? HORO_ERR_RESOURCE : finish(out, hr_store_u64(at, hash));
+    uint8_t bytes[8];
+    (void)hr_store_u64(bytes, hash);
+    return hr_buffer_append(out, bytes, sizeof bytes);
 }
 
 /* ---- Frames ---- */
@@ -295,14 +269,13 @@ void hr_frame_end(struct hr_buffer *out, size_t mark) {
 }
 
 hr_status hr_frame_put(struct hr_buffer *out, const struct hr_wire_message *message) {
-    const size_t before = hr_buffer_size(out);
     size_t mark;
-    hr_status status = hr_frame_begin(out, &mark);
-    status = status == HORO_OK ? hr_wire_put(out, message) : status;
+    HR_TRY(hr_frame_begin(out, &mark));
+    const hr_status status = hr_wire_put(out, message);
     if (status == HORO_OK) {
         hr_frame_end(out, mark);
     } else {
-        out->end = out->begin + before;
+        out->end -= 4;
     }
     return status;
 }

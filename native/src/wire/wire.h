@@ -82,9 +82,9 @@ enum hr_wire_type {
     HR_WIRE_MAIL = 16,
     HR_WIRE_LATE = 17,
 };
-enum { HR_WIRE_TYPES = HR_WIRE_LATE + 1 };
 
 enum {
+    HR_WIRE_TYPES = HR_WIRE_LATE + 1,
     HR_WIRE_MESSAGE_MAX = 64 << 20, /* a longer length prefix is an error, never an allocation */
     HR_WIRE_TENSORS_MAX = 1 << 20,
     HR_WIRE_TEXT_MAX = UINT16_MAX,
@@ -206,8 +206,7 @@ hr_status hr_wire_encode_request(struct hr_buffer *out, const horo_request *requ
 
 /* One row as it travels; `room` has HR_WIRE_VAR_MAX bytes. */
 struct hr_wire_rows hr_wire_encode_row(int64_t row, uint8_t *room);
-/* The rows that this rank tells, written to room of rows_bytes; none for operations that tell none. */
-size_t hr_wire_rows_bytes(const horo_request *request);
+/* The rows that this rank tells, none for operations that tell none; room: of as many bytes, NULL: they are counted. */
 struct hr_wire_rows hr_wire_encode_rows(const horo_request *request, uint8_t *room);
 
 /*

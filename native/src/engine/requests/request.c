@@ -193,7 +193,7 @@ hr_status hr_request_create(const horo_request *given, struct hr_request **reque
     }
     HR_TRY(check_call(call, error));
     const size_t byte_count = hr_wire_request_bytes(call);
-    const size_t row_bytes = hr_wire_rows_bytes(call);
+    const size_t row_bytes = hr_wire_encode_rows(call, NULL).bytes;
     if (byte_count + row_bytes > HR_WIRE_REQUEST_MAX) { /* it could be encoded, but no message would hold it */
         return hr_fail(error, HORO_ERR_USAGE,
                        "%s '%s': the description of its %d tensors takes %zu bytes; at most %d can travel as one "
