@@ -125,7 +125,7 @@ BREAKS = (
           "    return !atomic_load(&drive->serves_hosts) && !is_needed(drive);",
           "    return !is_needed(drive);",
           "While the program of a leader computes, the calls of other hosts wait for its next call.",
-          "tests/native/test_cores.py -k stops_calling"),
+          "tests/native/test_cores.py -k thread_sleeps"),
     Break("lead-silent-news", "native/src/engine/lead/control.c",
           "    leader->has_news = 1;\n    switch (message->type) {",
           "    switch (message->type) {",

@@ -359,11 +359,11 @@ class Group:
         for end in self._ends[rank]:
             end.close()
 
-    def destroy(self, timeout_s: float = 150) -> None:
+    def destroy(self) -> None:
         """Shuts all ranks down at once, as processes that end together do."""
         threads = [threading.Thread(target=self.leave, args=(r,), daemon=True) for r in range(len(self.contexts))]
-        if not _run_all(threads, timeout_s):
-            raise TimeoutError(f"ranks hang while they shut down, after {timeout_s} s")
+        if not _run_all(threads, 150):
+            raise TimeoutError("ranks hang while they shut down, after 150 s")
         if self._relays is not None:
             self._relays.close()
 
@@ -463,10 +463,15 @@ def forked(hosts: Sequence[int], mine: int | None = 0, **options: Any) -> tuple[
 
 
 def run_script(script: str, *words: object, **env: str) -> str:
-    """What a program of its own, whose ranks are processes that it forks, writes."""
+    """What a program of its own, whose ranks are processes that it forks, writes.
+
+    It has numpy and modules of Python for processes; and ``Rank``, ``forked`` and ``wait_for`` of this module.
+    """
+    head = "import ctypes, os, select, signal, struct, sys, threading, time\nimport numpy as np\n"
+    head += "from ranks import Rank, forked, wait_for"
     folder = Path(__file__).resolve().parent
     path = [str(folder), str(folder.parent), str(folder.parent.parent)]
-    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{script}", *map(str, words)]
+    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{head}\n{script}", *map(str, words)]
     env = {**os.environ, **env}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

@@ -6,9 +6,9 @@ All others read the words of the end, while they wait and afterwards; what all h
 import contextlib
 import re
 import socket
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
 import numpy as np
@@ -129,10 +129,6 @@ SLOWLY = Relay(data_chunk_bytes=1 << 15, chunk_pause_s=0.025)
 # Five hosts of one rank; a broadcast goes down the chain 0-1-2-3-4. Rank 1 is stopped before the data comes. Rank 0
 # has sent its part and shuts down; then rank 1 is killed. Rank 4's only peer in the tree of hosts is rank 0.
 SCRIPT = """
-import os, signal, sys, time
-import numpy as np
-from ranks import forked
-
 go, left, heard, over = os.pipe(), os.pipe(), os.pipe(), os.pipe()
 rank, pids = forked([1] * 5, None, log_level=5, tcp=True)
 if rank is None:
@@ -325,29 +321,21 @@ def test_all_of_a_tree_of_hosts_are_told_of_a_leaver_in_its_middle(rank: Rank, l
 
 def abort_beside_waits(hosts: list[int]) -> float:
     """Rank 1 calls nothing, and reads nothing of the end before rank 0 is through with it; the seconds it takes."""
-    said: list[str] = []
-
-    def wait_for_one(context: Context, handle: int) -> None:
-        with pytest.raises(AbortedError) as error:
-            context.wait(handle)
-        said.append(str(error.value))
-
-    with Group(hosts, log_level=5) as group:
+    with Group(hosts, log_level=5) as group, ThreadPoolExecutor() as pool:
         rank = Rank(group.contexts[0], group.links)
         context = rank.context
         handles = [rank.submit("allreduce", f"x{i}", [np.ones(5)], reduce_op=1) for i in range(3)]
-        waits = [threading.Thread(target=wait_for_one, args=(context, handle)) for handle in handles]
-        waits.append(threading.Thread(target=context.wait_any, args=(handles,)))
-        for wait in waits:
-            wait.start()
+        waits = [pool.submit(context.wait, handle) for handle in handles]
+        of_any = pool.submit(context.wait_any, handles)
         wait_for(lambda: len(context.callers()) == 5)
         began = time.monotonic()
         context.abort(WORDS)
         took = time.monotonic() - began
+        of_any.result(20)
+        said = f"this rank has aborted the group: {WORDS}; pending here: 'x0', "
         for wait in waits:
-            wait.join(20)
-        assert len(said) == 3
-        assert all(text.startswith(f"this rank has aborted the group: {WORDS}; pending here: 'x0', ") for text in said)
+            with pytest.raises(AbortedError, match=f"^{said}"):
+                wait.result(20)
         assert all(not context.in_progress(handle) for handle in handles)
         with pytest.raises(AbortedError, match=WORDS):
             rank.barrier("later")
@@ -370,12 +358,10 @@ def test_many_aborts_beside_calls_of_other_threads(rank: Rank) -> None:
             while True:
                 rank.run("allreduce", f"x{number}", [np.ones(100)], reduce_op=1)
 
-    calls = [threading.Thread(target=call_on, args=(number,)) for number in range(3)]
-    for call in calls:
-        call.start()
-    if rank.rank == 0:
-        wait_for(lambda: rank.context.counters()["tensors"] > 5)
-        rank.context.abort(WORDS)
-    for call in calls:
-        call.join(30)
-        assert not call.is_alive()
+    with ThreadPoolExecutor() as pool:
+        calls = [pool.submit(call_on, number) for number in range(3)]
+        if rank.rank == 0:
+            wait_for(lambda: rank.context.counters()["tensors"] > 5)
+            rank.context.abort(WORDS)
+        for call in calls:
+            call.result(30)

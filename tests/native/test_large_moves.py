@@ -45,8 +45,8 @@ def test_sums_and_parts_of_many_segments(rank: Rank) -> None:
 READS = "large moves read the memory of the other ranks"
 
 
-def gather(rank: Rank, count: int, turn: int = 0, name: str = "g") -> None:
-    gathered, _ = rank.allgather(np.full(count, rank.rank + 10 * turn, np.int32), name)
+def gather(rank: Rank, count: int, turn: int = 0) -> None:
+    gathered, _ = rank.allgather(np.full(count, rank.rank + 10 * turn, np.int32))
     assert np.array_equal(gathered, np.repeat(np.arange(rank.size, dtype=np.int32) + 10 * turn, count))
 
 

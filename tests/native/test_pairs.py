@@ -343,9 +343,6 @@ def test_a_rank_waits_no_longer_for_its_sends_when_another_leaves_meanwhile() ->
 
 
 KILLED_BEHIND_THE_END = """
-import os, signal
-import numpy as np
-from ranks import forked, wait_for
 from horo.errors import AbortedError
 
 rank, others = forked([4], stall_warning_ms=0)
@@ -375,10 +372,6 @@ def test_a_rank_that_is_killed_when_another_has_left_ends_what_is_pending_with_i
 
 
 LEAVER = """
-import os, signal, threading
-import numpy as np
-from ranks import forked
-
 rank, others = forked([2], stall_warning_ms=0)
 array = np.ones(1)
 if rank.rank == 1:
@@ -405,9 +398,6 @@ def test_a_rank_that_leaves_tells_the_sender_that_it_has_all() -> None:
 
 
 LEAVER_BEHIND_A_LEADER = """
-import os, signal, threading
-import numpy as np
-from ranks import forked
 from horo.errors import AbortedError
 
 rank, others = forked([1, 2], 2, stall_warning_ms=0)

@@ -177,10 +177,7 @@ def test_a_sleeper_whose_waker_died_hears_of_the_death(native: ModuleType, sleep
 
 # Two ranks map the memory of their host by its descriptor. What a process set has used is given back with it.
 SHARING = """
-import os, sys, threading
-import numpy as np
 from fabric import make_setups
-from ranks import Rank
 from horo.core import context, memory
 
 page, segment = map(int, sys.argv[1:])

@@ -2,9 +2,9 @@
 
 import os
 import re
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
@@ -100,22 +100,14 @@ def test_of_a_long_name_the_end_is_kept_and_no_character_is_cut(recorder: Record
 def test_no_record_is_torn_while_many_write_and_one_reads(recorder: Recorder) -> None:
     lib = recorder.native.lib
     writers, count = 4, 30_000 if native_build.FLAVOUR else 200_000  # many times what there is room for
-    torn: list[int] = []
-    threads = [
-        threading.Thread(target=lib.shim_recorder_add_many, args=(recorder.made, writer, count))
-        for writer in range(writers)
-    ]
-    reader = threading.Thread(target=lambda: torn.append(lib.shim_recorder_read_until(recorder.made, count + 1)))
-    for thread in (reader, *threads):
-        thread.start()
-    for thread in threads:
-        thread.join(100)
-        assert not thread.is_alive()
     end = count + 1  # written while nobody else does, so that it is not lost
-    lib.shim_recorder_add(recorder.made, SUBMITTED, ALLREDUCE, 0, writers, end, end, f"{writers}.{end}".encode())
-    reader.join(100)
-    assert not reader.is_alive()
-    assert torn == [0]
+    with ThreadPoolExecutor() as pool:
+        torn = pool.submit(lib.shim_recorder_read_until, recorder.made, end)
+        added = [pool.submit(lib.shim_recorder_add_many, recorder.made, writer, count) for writer in range(writers)]
+        for each in added:
+            each.result(100)
+        lib.shim_recorder_add(recorder.made, SUBMITTED, ALLREDUCE, 0, writers, end, end, f"{writers}.{end}".encode())
+        assert torn.result(100) == 0
     for event in recorder.read():
         assert recorder.native.ffi.string(event.name).decode() == f"{event.team}.{event.number}"
 

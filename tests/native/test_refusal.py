@@ -15,10 +15,10 @@ def call(rank: Rank, name: str, dtype: type = np.float32) -> np.ndarray:
     return rank.allreduce(np.ones(2, dtype), name, "adasum" if dtype is np.int32 else "sum")
 
 
-def refused(rank: Rank, name: str, who: int, dtype: type = np.float32) -> None:
+def refused(rank: Rank, name: str, who: int) -> None:
     """A call that rank ``who`` has refused, by the sentence that all get."""
     with pytest.raises(UnsupportedError) as caught:
-        call(rank, name, np.int32 if rank.rank == who else dtype)
+        call(rank, name, np.int32 if rank.rank == who else np.float32)
     reason = f"allreduce '{name}': this op is not offered for int32; Adasum is for floats"
     text = str(caught.value)
     assert text == reason if rank.rank == who else re.fullmatch(rf"rank {who} \(.+\) has refused it: {reason}", text)

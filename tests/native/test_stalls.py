@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -214,10 +215,6 @@ def test_a_receive_is_late_behind_the_end_of_the_group_too(leaver: int) -> None:
 
 
 STOPPED = """
-import os, signal, sys, time
-import numpy as np
-from ranks import forked
-
 hosts, stopped, where = eval(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 rank, pids = forked(hosts, None, log_level=5, tcp=True, stall_warning_ms=0, segment_bytes=1 << 16)
 if rank is None:
@@ -390,25 +387,20 @@ def test_ranks_that_only_poll_are_named_by_the_check_for_stalls(rank: Rank, writ
 
 @on_ranks([2], [1, 1])
 def test_a_team_that_comes_between_two_reports_hides_no_deadlock(rank: Rank, watch: Watch) -> None:
-    errors: list[str] = []
     rank.barrier("before")  # so this thread is known to use horo
-
-    def wait_early() -> None:
+    with ThreadPoolExecutor() as pool:
+        early = pool.submit(rank.barrier, f"early {rank.rank}")
+        watch.await_more(rank.rank, 1 + rank.rank)  # the team is there when one rank has reported again, or neither
+        team = rank.add_team([0, 1])
+        with pytest.raises(DeadlockError):
+            rank.barrier(f"late {rank.rank}", team=team)
         with pytest.raises(DeadlockError) as error:
-            rank.barrier(f"early {rank.rank}")
-        errors.append(str(error.value))
-
-    thread = threading.Thread(target=wait_early)
-    thread.start()
-    watch.await_more(rank.rank, 1 + rank.rank)  # the team is there when one rank has reported again, or neither
-    team = rank.add_team([0, 1])
-    with pytest.raises(DeadlockError):
-        rank.barrier(f"late {rank.rank}", team=team)
-    thread.join()
-    assert rank.is_common("text", errors[0])
+            early.result(60)
+    text = str(error.value)
+    assert rank.is_common("text", text)
     for r in range(2):
-        assert f"'early {r}' (" in errors[0]
-        assert f"'late {r}' in process set 1 (ranks 0, 1) (" in errors[0]
+        assert f"'early {r}' (" in text
+        assert f"'late {r}' in process set 1 (ranks 0, 1) (" in text
 
 
 @pytest.mark.parametrize("call", ["receive", "send", "barrier"])

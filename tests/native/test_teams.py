@@ -1,14 +1,13 @@
 """Sets of ranks that do collectives among themselves, beside each other and beside all ranks, and how they end."""
 
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from native_build import FLAVOUR
 from ranks import SUM, Rank, on_ranks, run_script, wait_for
 
-from horo.core.context import Context
 from horo.errors import (
     AbortedError,
     GroupError,
@@ -165,19 +164,12 @@ def test_a_context_that_goes_while_a_team_is_being_added_ends_in_order(rank: Ran
         rank.barrier()
         rank.group.leave(0)
         return
-    started = threading.Event()
-
-    def add(context: Context) -> None:
-        started.set()
+    with ThreadPoolExecutor() as pool:
+        adding = pool.submit(rank.context.add_team, [0, 1])
+        wait_for(adding.running)
+        rank.barrier()
         with pytest.raises(AbortedError):
-            context.add_team([0, 1])
-
-    thread = threading.Thread(target=add, args=(rank.context,))
-    thread.start()
-    assert started.wait(10)
-    rank.barrier()
-    thread.join(30)
-    assert not thread.is_alive()
+            adding.result(30)
 
 
 @on_ranks([3], [1, 2], [1, 1, 1])
@@ -214,7 +206,6 @@ def test_a_rank_that_led_a_team_between_hosts_parks_again_once_it_is_gone(rank: 
 
 
 FORK = """
-import os
 from ranks import Group, Links
 from horo.core.context import ffi, lib
 

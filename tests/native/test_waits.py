@@ -315,10 +315,6 @@ def test_a_blocked_caller_waits_until_the_last_rank_comes_and_then_for_the_data(
 
 
 HEAD = """
-import ctypes, os, select, signal, struct, sys, threading, time
-import numpy as np
-from ranks import forked
-
 done = os.pipe()
 rank, others = forked([2], segment_bytes=1 << 16, spin_us=0, stall_warning_ms=0)
 me, child = rank.rank, others.get(1)
