@@ -98,7 +98,7 @@ build/trainers/installed: tests/examples/install-trainers tests/examples/trainer
 
 .PHONY: test-trainers
 test-trainers: build build/trainers/installed ## tests with Accelerate, transformers, timm, skorch, Optuna, Ray and loggers
-	@$(PY) -m pytest tests/examples/test_trainers.py
+	@$(PY) -m pytest tests/examples/test_document_code.py -k piece_trains
 
 # ---- benchmarks: peers have environments of their own, since each MPI brings its own mpirun ---------------------------
 

@@ -23,6 +23,8 @@ import torch
 sys.stderr = sys.__stderr__
 """
 """For scripts of which every line on stderr counts: beside numpy 2, torch before 2.3 begins with a warning."""
+PLAIN_RANK = f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom plain_rank import Rank, bootstrap\n"
+"""How a script begins whose ranks need no torch."""
 _STARTUP = Path(__file__).with_name("startup")
 _REMOTE_SHELL = """#!/bin/sh
 # Stands in for ssh: runs the last argument, the command, on this machine.

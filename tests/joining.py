@@ -26,13 +26,15 @@ def serving() -> Iterator[StoreServer]:
         yield server
 
 
-def environments(server: StoreServer, size: int, common: Mapping[str, str] | None = None) -> list[dict[str, str]]:
-    """What hororun would tell ``size`` ranks, without local ranks; ``common`` is added to all."""
+def environments(
+    server: StoreServer, size: int, common: Mapping[str, str] | None = None, hosts: Sequence[str] = ()
+) -> list[dict[str, str]]:
+    """What hororun would tell ``size`` ranks, without local ranks; ``common`` is added to all; ``hosts``: of each."""
     return [
         {
             "HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(size), "HOROVOD_HOSTNAME": f"name{rank}",
             "HORO_STORE": ",".join(map(str, server.endpoints)), "HORO_SECRET": SECRET.hex(),
-            "HORO_START_TIMEOUT": "20", **(common or {}),
+            "HORO_START_TIMEOUT": "20", **(common or {}), **({"HORO_HOST_ID": hosts[rank]} if hosts else {}),
         }
         for rank in range(size)
     ]  # fmt: skip

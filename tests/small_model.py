@@ -1,6 +1,7 @@
 """A small model, its loss on each rank, and what averaging its gradients must give."""
 
 import copy
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import horo.torch as hvd
+from horo.torch.compression import Compressor
 from horo.torch.optimizer import Distributed
 from horo.torch.optimizer.sharding import owners
 
@@ -116,6 +118,12 @@ def train_pair(pair: Pair, steps: range) -> None:
         take_steps(model, optimizer, steps)
 
 
+def go_on(pair: Pair, steps: range = range(5, 8)) -> None:
+    """Both train, and are alike then."""
+    train_pair(pair, steps)
+    assert_pair_is_alike(pair)
+
+
 def assert_same_bits(model: torch.nn.Module, plain: torch.nn.Module) -> None:
     """Of parameters, on all ranks."""
     own = bits_of(model)
@@ -165,6 +173,21 @@ def train(model: torch.nn.Module, optimizer: Any, step: int) -> None:
     take_step(model, optimizer, step)
     assert_averaged(model, wanted)
     optimizer.zero_grad()
+
+
+def compressor(compress: Callable[[torch.Tensor], torch.Tensor], decompress: Callable[..., torch.Tensor]) -> Any:
+    """Sends what ``compress`` returns; ``decompress`` gets the shape, too."""
+
+    class Made(Compressor):
+        @staticmethod
+        def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            return compress(tensor), tensor.shape
+
+        @staticmethod
+        def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+            return decompress(tensor, ctx)
+
+    return Made
 
 
 class OwnOptimizer(torch.optim.Optimizer):

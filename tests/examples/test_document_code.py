@@ -1,11 +1,14 @@
 """The pages: what they tell a reader to type works, and their recipes keep their promises."""
 
+from __future__ import annotations
+
 import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +18,7 @@ import pytest
 import torch
 from document_blocks import HOW_TO, PAGES, Block, blocks_of, python_blocks, runs_here
 from example_runs import LIMIT_SECONDS, ROOT, forked, start
-from jobs import port_for_later
+from jobs import Hororun, port_for_later
 from rank_pool import RankPool
 
 import horo.torch as hvd
@@ -399,3 +402,43 @@ def test_a_job_that_is_told_to_stop_saves_is_requeued_and_goes_on(tmp_path: Path
     assert (tmp_path / "scontrol.log").read_text() == "requeue 42\n"
     assert run_until_told(tmp_path, environment, "srun") > 0
     assert (tmp_path / "scontrol.log").read_text() == "requeue 42\n" * 2
+
+
+HERE = Path(__file__).parent
+TRAINERS_PYTHON = ROOT / "build" / "trainers" / "bin" / "python"
+TRAINERS_PAGE = ROOT / "docs" / "how-to" / "trainers.md"
+NAMES = [block.mark.removeprefix("script=") for block in python_blocks(TRAINERS_PAGE) if block.mark]
+IMPORTS_S = 280.0
+"""A deadline for imports that take ten seconds, on a machine that does other things, too."""
+# Ray uses these in processes that it starts.
+RAY = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "200"}
+
+needs_trainers = pytest.mark.skipif(
+    not (TRAINERS_PYTHON.parents[1] / "installed").exists(),
+    reason="build/trainers is not there (`make test-trainers` makes it)",
+)
+
+
+@needs_trainers
+@pytest.mark.parametrize("name", NAMES)
+def test_the_piece_trains_as_one_process_does(hororun: Hororun, tmp_path: Path, name: str) -> None:
+    program = [str(TRAINERS_PYTHON), str(HERE / "trainer_rank.py"), name]
+    modules = [str(HERE), os.environ.get("TRAINERS_PYTHONPATH", "")]
+    offline = {"HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    environment = {"TRAINERS_PYTHONPATH": os.pathsep.join(modules), **offline}
+    if name == "ray":
+        with tempfile.TemporaryDirectory(dir="/tmp") as short:  # the names of Ray's sockets are long
+            job = hororun.launch(program, environment={**environment, **RAY, "RAY_TMPDIR": short}, cwd=tmp_path)
+            done = job.finish(IMPORTS_S)
+    else:
+        words = ["-np", "2", "--no-prefix", *(["--no-torch-env"] if name.endswith("hvd") else []), *program]
+        done = hororun.start(*words, environment=environment, cwd=tmp_path).finish(IMPORTS_S)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert done.stdout.splitlines().count("ok") == (1 if name == "ray" else 2), done.stdout
+    written = {
+        "transformers": "training_args.bin",
+        "accelerate-hvd": "model.safetensors",
+        "skorch-hvd": "params.pt",
+    }
+    if name in written:  # by rank 0
+        assert [*(tmp_path / "out").rglob(written[name])], [*tmp_path.rglob("*")]

@@ -1,11 +1,14 @@
-"""The tables of docs/performance.md, made from results of known numbers; pictures need matplotlib and stay away."""
+"""The tables of docs/performance.md, made of results of known numbers, and pictures of terminals."""
 
 import importlib
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
+import pyte
 import pytest
 from measured import Document
 
@@ -99,3 +102,11 @@ def test_faster_peers_have_a_line_per_place(chapters: ModuleType) -> None:
     document = Document("allreduce", {"benchmark": "allreduce", "rows": collectives()[:8], "options": {}})
     (line,) = chapters.make(document, Path("performance")).ahead
     assert line == "* allreduce of float32, 2 ranks: 8 B to 64 B 2.00 (MPICH)"
+
+
+def test_a_picture_has_the_texts_of_a_terminal_and_is_xml() -> None:
+    picture = runpy.run_path(str(Path(__file__).resolve().parents[2] / "docs" / "screens.py"))["picture"]
+    screen = pyte.Screen(40, 5)
+    pyte.ByteStream(screen).feed("\x1b[36m[0]\x1b[0m a < b & █\r\n\r\nend".encode())
+    texts = ElementTree.fromstring(picture(screen)).iter("{http://www.w3.org/2000/svg}text")
+    assert ["".join(text.itertext()) for text in texts] == ["[0] a < b & █", "end"]

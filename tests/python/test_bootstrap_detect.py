@@ -128,11 +128,12 @@ def test_rank_and_size_come_from_mpi(environ: dict[str, str], monkeypatch: pytes
     assert find(environ) == launch  # the same communicator: its starts are counted together
 
 
-def test_missing_mpi4py_under_mpirun_says_what_to_install(no_mpi4py: None) -> None:
+def test_missing_mpi4py_under_mpirun_says_what_to_install_and_under_srun_slurm_decides(no_mpi4py: None) -> None:
     with pytest.raises(ResourceError, match=r"OMPI_COMM_WORLD_SIZE=4: .*not installed.*pip install mpi4py"):
         find(OPEN_MPI)
     with pytest.raises(ResourceError, match=r"HORO_CONTROLLER=mpi: .*pip install mpi4py"):
         find({"HORO_CONTROLLER": "mpi"})
+    assert find(PMI2).kind == "slurm"
 
 
 def test_whether_there_is_an_mpi_is_known_without_starting_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,10 +231,6 @@ def test_under_srun_a_lone_mpi_is_told_and_slurm_decides(
     assert (launch.kind, launch.rank, launch.size) == ("slurm", 1, 4)
     assert "each is alone to mpi4py's MPI (Fake MPI 1.0)" in caplog.text
     assert "HORO_CONTROLLER=slurm" in caplog.text
-
-
-def test_under_srun_without_mpi4py_slurm_decides(no_mpi4py: None) -> None:
-    assert find(PMI2).kind == "slurm"
 
 
 def test_a_communicator_decides_whatever_launcher_started_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

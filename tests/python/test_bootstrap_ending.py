@@ -74,14 +74,10 @@ def caught(where: Path, error: str) -> BaseException:
     raise AssertionError("it must raise")
 
 
-def test_the_line_of_the_script_is_named(tmp_path: Path) -> None:
+def test_the_line_of_the_script_is_named_and_frames_of_horo_are_cut_off_the_end(tmp_path: Path) -> None:
     error = caught(tmp_path / "train.py", "read_launch({'HORO_RANK': '0'})")
     assert script_line(error.__traceback__) == "train.py, line 3"
     assert script_line(None) == ""
-
-
-def test_frames_of_horo_are_cut_off_the_end_of_its_errors(tmp_path: Path) -> None:
-    error = caught(tmp_path / "train.py", "read_launch({'HORO_RANK': '0'})")
     assert isinstance(error, UsageError)
     assert traceback.extract_tb(error.__traceback__)[-1].name == "_from_hororun"
     shorten_traceback(error)

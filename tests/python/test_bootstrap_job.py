@@ -5,7 +5,9 @@ import re
 import socket
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from descriptors import open_descriptors
@@ -35,15 +37,14 @@ def server() -> Iterator[StoreServer]:
         yield running
 
 
-def whole(results: Sequence[Connection | BaseException]) -> list[Connection]:
-    """The connections; an error of any rank is raised."""
+@contextmanager
+def joined(results: Sequence[Connection | BaseException]) -> Iterator[list[Connection]]:
+    """The connections of all ranks, which are closed in the end; an error of any rank is raised."""
     for result in results:
         if isinstance(result, BaseException):
             raise result
-    return [result for result in results if isinstance(result, Connection)]
-
-
-def close_connections(connections: Sequence[Connection]) -> None:
+    connections = [result for result in results if isinstance(result, Connection)]
+    yield connections
     for connection in connections:
         close_setup(connection.setup)
 
@@ -54,29 +55,23 @@ def test_ranks_that_share_a_label_share_memory_and_the_others_are_linked(host_of
     """Each has so many streams for data to each."""
     before = open_descriptors()
     with serving() as server:
-        environs = environments(server, len(host_of_rank), {"HORO_SOCKETS_PER_PEER": str(sockets)})
-        for environ, host in zip(environs, host_of_rank, strict=True):
-            environ["HORO_HOST_ID"] = f"machine {host}"
-        connections = whole(join_all(environs))
-    seen = [list(connection.setup.host_of_rank) for connection in connections]
-    assert seen == [host_of_rank] * len(host_of_rank)
-    assert {connection.setup.sockets_per_peer for connection in connections} == {sockets}
-    assert connections[0].setup.host_name_of_rank == [f"name{rank}" for rank in range(len(host_of_rank))]
-    check_wiring([connection.setup for connection in connections])
-    close_connections(connections)
+        common, hosts = {"HORO_SOCKETS_PER_PEER": str(sockets)}, [f"machine {host}" for host in host_of_rank]
+        results = join_all(environments(server, len(host_of_rank), common, hosts))
+    with joined(results) as connections:
+        seen = [list(connection.setup.host_of_rank) for connection in connections]
+        assert seen == [host_of_rank] * len(host_of_rank)
+        assert {connection.setup.sockets_per_peer for connection in connections} == {sockets}
+        assert connections[0].setup.host_name_of_rank == [f"name{rank}" for rank in range(len(host_of_rank))]
+        check_wiring([connection.setup for connection in connections])
     assert open_descriptors() <= before
 
 
 def test_places_are_counted_where_the_launcher_says_nothing(server: StoreServer) -> None:
-    environs = environments(server, 5)
-    for environ, host in zip(environs, "abaab", strict=True):
-        environ["HORO_HOST_ID"] = host
-    connections = whole(join_all(environs))
-    places = [connection.place for connection in connections]
-    assert places == [Place(0, 3, 0, 2), Place(0, 2, 1, 2), Place(1, 3, 0, 2), Place(2, 3, 0, 1), Place(1, 2, 1, 2)]
-    assert not any(connection.is_homogeneous for connection in connections)
-    assert connections[3].hosts == ((0, 2, 3), (1, 4))
-    close_connections(connections)
+    with joined(join_all(environments(server, 5, hosts="abaab"))) as connections:
+        places = [connection.place for connection in connections]
+        assert places == [Place(0, 3, 0, 2), Place(0, 2, 1, 2), Place(1, 3, 0, 2), Place(2, 3, 0, 1), Place(1, 2, 1, 2)]
+        assert not any(connection.is_homogeneous for connection in connections)
+        assert connections[3].hosts == ((0, 2, 3), (1, 4))
 
 
 def test_the_launchers_word_on_places_counts(server: StoreServer) -> None:
@@ -84,11 +79,10 @@ def test_the_launchers_word_on_places_counts(server: StoreServer) -> None:
     for rank, environ in enumerate(environs):
         environ |= {"HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1"}
         environ |= {"HOROVOD_CROSS_RANK": str(rank), "HOROVOD_CROSS_SIZE": "2"}
-    connections = whole(join_all(environs))
-    assert [connection.place for connection in connections] == [Place(0, 1, 0, 2), Place(0, 1, 1, 2)]
-    assert all(connection.is_homogeneous for connection in connections)
-    assert connections[0].hosts == ((0, 1),)
-    close_connections(connections)
+    with joined(join_all(environs)) as connections:
+        assert [connection.place for connection in connections] == [Place(0, 1, 0, 2), Place(0, 1, 1, 2)]
+        assert all(connection.is_homogeneous for connection in connections)
+        assert connections[0].hosts == ((0, 1),)
 
 
 def test_settings_reach_the_core_in_its_units(server: StoreServer) -> None:
@@ -97,12 +91,12 @@ def test_settings_reach_the_core_in_its_units(server: StoreServer) -> None:
         "HOROVOD_CYCLE_TIME": "2.5", "HOROVOD_STALL_CHECK_TIME_SECONDS": "1.5",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "7", "HORO_PEER_TIMEOUT": "4", "HOROVOD_LOG_LEVEL": "error",
     }  # fmt: skip
-    connections = whole(join_all(environments(server, 2, common)))
-    setup = connections[1].setup
-    assert (setup.segment_bytes, setup.fusion_bytes, setup.cache_capacity, setup.cycle_time_us) == (8192, 1000, 0, 2500)
-    assert (setup.stall_warning_ms, setup.stall_shutdown_ms, setup.peer_timeout_ms) == (1500, 7000, 4000)
-    assert setup.log_level == 4
-    close_connections(connections)
+    with joined(join_all(environments(server, 2, common))) as connections:
+        setup = connections[1].setup
+        assert (setup.segment_bytes, setup.fusion_bytes) == (8192, 1000)
+        assert (setup.cache_capacity, setup.cycle_time_us) == (0, 2500)
+        assert (setup.stall_warning_ms, setup.stall_shutdown_ms, setup.peer_timeout_ms) == (1500, 7000, 4000)
+        assert setup.log_level == 4
 
 
 OF_TIMES = [
@@ -116,19 +110,14 @@ OF_TIMES = [
 
 @pytest.mark.parametrize(("environ", "times"), OF_TIMES)
 def test_the_shortest_times_and_none_at_all(environ: dict[str, str], times: tuple[int, int]) -> None:
-    (connection,) = whole(join_all([environ]))
-    assert (connection.setup.stall_warning_ms, connection.setup.stall_shutdown_ms) == times
-    close_connections([connection])
+    with joined(join_all([environ])) as (connection,):
+        assert (connection.setup.stall_warning_ms, connection.setup.stall_shutdown_ms) == times
 
 
-@pytest.mark.parametrize(("host_ids", "segment_bytes"), [(("a", "a"), 1 << 18), (("a", "b"), 1 << 20)])
-def test_segments_inside_a_host_are_small(server: StoreServer, host_ids: tuple[str, str], segment_bytes: int) -> None:
-    environs = environments(server, 2)
-    for environ, host_id in zip(environs, host_ids, strict=True):
-        environ["HORO_HOST_ID"] = host_id
-    connections = whole(join_all(environs))
-    assert [connection.setup.segment_bytes for connection in connections] == [segment_bytes] * 2
-    close_connections(connections)
+@pytest.mark.parametrize(("host_ids", "segment_bytes"), [("aa", 1 << 18), ("ab", 1 << 20)])
+def test_segments_inside_a_host_are_small(server: StoreServer, host_ids: str, segment_bytes: int) -> None:
+    with joined(join_all(environments(server, 2, hosts=host_ids))) as connections:
+        assert [connection.setup.segment_bytes for connection in connections] == [segment_bytes] * 2
 
 
 def test_member_that_cannot_take_the_memory_is_a_host_of_its_own(
@@ -147,34 +136,29 @@ def test_member_that_cannot_take_the_memory_is_a_host_of_its_own(
 
     monkeypatch.setattr(arena_module, "receive_descriptors", fail_once)
     before = open_descriptors()
-    connections = whole(join_all(environments(server, 4)))
-    assert sorted(map(len, connections[0].hosts)) == [1, 3]
-    assert len({connection.hosts for connection in connections}) == 1
-    check_wiring([connection.setup for connection in connections])
-    assert "talks to it as to another host: no descriptor left" in caplog.text
-    close_connections(connections)
+    with joined(join_all(environments(server, 4))) as connections:
+        assert sorted(map(len, connections[0].hosts)) == [1, 3]
+        assert len({connection.hosts for connection in connections}) == 1
+        check_wiring([connection.setup for connection in connections])
+        assert "talks to it as to another host: no descriptor left" in caplog.text
     wait_until(lambda: open_descriptors() <= before, "no descriptor is left")
 
 
-def test_leader_without_a_socket_leaves_all_on_their_own(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: object) -> bytes:
-        raise ResourceError("cannot listen on an abstract unix socket: Operation not permitted")
-
-    monkeypatch.setattr(arena_module._ArenaServer, "listen", refuse)
-    connections = whole(join_all(environments(server, 3)))
-    assert connections[0].hosts == ((0,), (1,), (2,))
-    check_wiring([connection.setup for connection in connections])
-    close_connections(connections)
-
-
-def test_process_of_another_user_gets_no_memory(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(connection: socket.socket) -> None:
-        raise HandshakeError("it belongs to user 1, this rank to user 0")
-
-    monkeypatch.setattr(arena_module, "check_user", refuse)
-    connections = whole(join_all(environments(server, 2)))
-    assert connections[0].hosts == ((0,), (1,))
-    close_connections(connections)
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [
+        (arena_module._ArenaServer, "listen", ResourceError("cannot listen on an abstract unix socket: not permitted")),
+        (arena_module, "check_user", HandshakeError("it belongs to user 1, this rank to user 0")),
+    ],
+    ids=["leader without a socket", "process of another user"],
+)
+def test_ranks_that_get_no_memory_are_hosts_of_their_own(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch, owner: object, name: str, error: Exception
+) -> None:
+    monkeypatch.setattr(owner, name, Mock(side_effect=error))
+    with joined(join_all(environments(server, 3))) as connections:
+        assert connections[0].hosts == ((0,), (1,), (2,))
+        check_wiring([connection.setup for connection in connections])
 
 
 def test_many_descriptors_pass_in_pieces() -> None:
@@ -327,9 +311,7 @@ def test_host_that_cannot_be_reached_is_named_with_its_address(
 
 
 def test_nothing_of_past_starts_piles_up_in_the_store(server: StoreServer) -> None:
-    environs = environments(server, 3)
-    for environ, host in zip(environs, "aab", strict=True):
-        environ["HORO_HOST_ID"] = host
+    environs = environments(server, 3, hosts="aab")
     sizes = []
     leftovers: list[list[str]] = [[], [], []]
     for epoch in range(1, 5):
@@ -338,8 +320,8 @@ def test_nothing_of_past_starts_piles_up_in_the_store(server: StoreServer) -> No
             launch = read_launch(environs[rank])
             return job_module.connect(launch, read_config(environs[rank]), epoch, leftovers[rank])
 
-        close_connections(whole(run_threads([lambda rank=rank: joiner(rank) for rank in range(3)])))  # type: ignore[misc]
-        sizes.append(len(server._values))
+        with joined(run_threads([lambda rank=rank: joiner(rank) for rank in range(3)])):  # type: ignore[misc]
+            sizes.append(len(server._values))
     assert sizes == [5, 5, 5, 5]  # "ready" of each rank, the word of rank 0 that all are, and a counter
 
 

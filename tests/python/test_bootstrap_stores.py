@@ -1,4 +1,4 @@
-"""Stores that rank 0 or torch serves, and what many ranks that start together read, say and listen on."""
+"""Stores that rank 0 or torch serves, rounds of torchrun, and what many ranks that start together read and say."""
 
 import logging
 import os
@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from descriptors import open_descriptors
 from fabric import close_setup
-from jobs import port_for_later, wait_until
+from jobs import DEADLINE_S, port_for_later, wait_until
 from joining import SECRET, environments, join_all, run_threads, serving
 from rank_pool import RankPool
 
+from horo.bootstrap import torch_rounds
 from horo.bootstrap.host.grouping import group_ranks
 from horo.bootstrap.host.identity import Identity, read_identity
 from horo.bootstrap.launchers.torch_store import TorchStore
@@ -30,8 +31,9 @@ from horo.bootstrap.store.protocol import StoreAbandonedError, StoreTimeoutError
 from horo.bootstrap.store.served import ServedStore, choose_server_addresses
 from horo.bootstrap.store.server import StoreServer
 from horo.bootstrap.store.signed import signed
+from horo.bootstrap.torch_rounds import in_round
 from horo.config.table import Config
-from horo.errors import PeerLostError, UsageError
+from horo.errors import PeerLostError, TimeoutError, UsageError
 
 
 def test_hosting_ends_when_all_others_have_disconnected_and_withdraws_the_address() -> None:
@@ -77,19 +79,12 @@ def test_addresses_for_others_leave_loopback_to_those_nearby(monkeypatch: pytest
     assert not any(map(is_loopback, far))
 
 
-def test_the_host_of_a_store_that_is_gone_is_named() -> None:
-    server = StoreServer(["127.0.0.1"], SECRET)
-    client = StoreClient(*server.endpoints[0], SECRET, 10, served_by="rank 0")
-    server.close()
-    with pytest.raises(Exception, match="did rank 0 end"):
-        client.set("key", b"")
-
-
 torch_distributed: Any = pytest.importorskip("torch.distributed")
 
 
 @pytest.fixture
-def torch_server() -> Any:
+def torch_server(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(torch_rounds, "_rounds", {})
     return torch_distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
@@ -121,11 +116,15 @@ def clients(request: pytest.FixtureRequest, torch_server: Any) -> Iterator[Calla
         yield lambda: stack.enter_context(StoreClient(*server.endpoints[0], SECRET, 10))
 
 
-def torch_client_of(server: Any, *, older: bool = False) -> TorchStore:
-    store = torch_distributed.TCPStore(
-        "127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=10), wait_for_workers=False
+def client(server: Any, timeout_s: float = DEADLINE_S) -> Any:
+    timeout = timedelta(seconds=timeout_s)
+    return torch_distributed.TCPStore(
+        "127.0.0.1", server.port, is_master=False, timeout=timeout, wait_for_workers=False
     )
-    return TorchStore(WithoutCheck(store) if older else store, "127.0.0.1")
+
+
+def torch_client_of(server: Any, *, older: bool = False) -> TorchStore:
+    return TorchStore(WithoutCheck(client(server)) if older else client(server), "127.0.0.1")
 
 
 def test_waiting_for_a_late_rank_writes_nothing(torch_server: Any, capfd: pytest.CaptureFixture[str]) -> None:
@@ -301,12 +300,88 @@ def test_ranks_listen_on_the_ports_that_are_named(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Rendezvous, "publish", publish)
     with serving() as server:
-        environs = environments(server, 3, {"HORO_PORT_RANGE": "21000-21040"})
-        for environ, host in zip(environs, "abc", strict=True):
-            environ["HORO_HOST_ID"] = host
-        for connection in join_all(environs):
+        for connection in join_all(environments(server, 3, {"HORO_PORT_RANGE": "21000-21040"}, "abc")):
             assert isinstance(connection, Connection), connection
             close_setup(connection.setup)
     assert len(published) == 2  # rank 2 dials both of the others
     for where in published:
         assert int(where.rpartition(b":")[2]) in range(21000, 21041)
+
+
+SIZE = 4
+
+
+class Interrupted:
+    """Another client deletes the keys that say who asks, right before one call of this one."""
+
+    def __init__(self, store: Any, other: Any, call: int) -> None:
+        self._store, self._other, self._left = store, other, call
+
+    def __getattr__(self, name: str) -> Any:
+        self._left -= 1
+        if self._left == 0:
+            for rank in range(1, SIZE):
+                self._other.delete_key(f"horo/job/rounds/round/{rank}")
+        return getattr(self._store, name)
+
+
+def launch(rank: int) -> Launch:
+    return Launch("torchrun", rank, SIZE, "h", job_id="job")
+
+
+@pytest.mark.parametrize("call", range(1, 9))
+def test_rank_0_waits_for_no_key_of_a_rank_that_may_have_its_answer(torch_server: Any, call: int) -> None:
+    asking = client(torch_server)
+    for rank in range(1, SIZE):
+        asking.set(f"horo/job/rounds/round/{rank}", str(100 + rank))
+        asking.add("horo/job/rounds/progress count", 1)
+    store = TorchStore(Interrupted(client(torch_server, 0.2), asking, call), "127.0.0.1")
+    in_round(launch(0), store, DEADLINE_S)
+    store.set("here", b"")
+    for look in store.meanwhile:
+        look()
+    assert store.get("here", DEADLINE_S) == b""
+
+
+def test_each_round_has_a_name_that_all_its_ranks_get_and_leaves_no_more_keys(torch_server: Any) -> None:
+    names: list[dict[int, str]] = []
+    for _ in range(3):
+        torch_rounds._rounds.clear()
+        found: dict[int, str] = {}
+        stores = [torch_client_of(torch_server) for _ in range(SIZE)]
+
+        def ask(rank: int, found: dict[int, str] = found, stores: list[TorchStore] = stores) -> None:
+            found[rank] = in_round(launch(rank), stores[rank], DEADLINE_S).job_id
+
+        threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(1, SIZE)]
+        ask(0)
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            stores[0].meanwhile[0]()
+            threads[0].join(0.001)
+        names.append(found)
+        assert len(found) == SIZE
+        assert len(set(found.values())) == 1
+        keys = {f"horo/job/rounds/{key}" for key in ("progress count", *(f"round/{rank}" for rank in range(1, SIZE)))}
+        assert torch_server.num_keys() - len(keys) <= 1  # torch's own
+        assert torch_server.check(sorted(keys))
+    assert len({found[0] for found in names}) == 3
+
+
+def test_where_rank_0_does_not_come_the_error_names_it_and_no_rank_that_asks(torch_server: Any) -> None:
+    stores = [torch_client_of(torch_server) for _ in range(SIZE)]
+    errors: list[str] = []
+
+    def ask(rank: int) -> None:
+        with pytest.raises(TimeoutError) as caught:
+            in_round(launch(rank), stores[rank], 0.5)
+        errors.append(str(caught.value))
+
+    threads = [threading.Thread(target=ask, args=(rank,)) for rank in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert len(errors) == 3
+    assert all(error.startswith("rank 0 has not called horo.torch.init()") for error in errors), errors

@@ -1,7 +1,7 @@
 """Settings: the environment and its bad values, arguments, options and files, which of them counts."""
 
-import importlib.util
 import math
+import runpy
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -144,14 +144,10 @@ def test_every_variable_is_described_once_and_belongs_to_one_group() -> None:
 
 def test_reference_page_is_current() -> None:
     path = ROOT / "docs/reference/generate_environment.py"
-    spec = importlib.util.spec_from_file_location("generate_environment", path)
-    if spec is None or spec.loader is None:
-        raise AssertionError(path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = runpy.run_path(str(path))
     hint = f"run python {path.relative_to(ROOT)}"
-    assert module.PAGE.read_text(encoding="utf-8") == module.page(), hint
-    assert module.OPTIONS_PAGE.read_text(encoding="utf-8") == module.options_page(), hint
+    for name, text in (("PAGE", module["page"]), ("OPTIONS_PAGE", module["options_page"])):
+        assert module[name].read_text(encoding="utf-8") == text(), hint
 
 
 def test_init_takes_each_setting_by_its_type() -> None:

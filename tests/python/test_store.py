@@ -111,9 +111,11 @@ def test_value_of_set_on_disconnect_is_set_for_a_lost_client_and_not_for_one_tha
 
 def test_server_that_closes_is_an_error_that_says_so() -> None:
     server = StoreServer(["127.0.0.1"], SECRET)
-    client = client_of(server)
+    client, served = client_of(server), StoreClient(*server.endpoints[0], SECRET, 10, served_by="rank 0")
     server.close()
     server.close()
+    with pytest.raises(PeerLostError, match="did rank 0 end"):
+        served.set("key", b"")
     with pytest.raises(HorovodInternalError, match=r"store at 127\.0\.0\.1:\d+ is gone"):
         client.get("a", 5)
     with pytest.raises(PeerLostError):

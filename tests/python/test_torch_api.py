@@ -1,6 +1,7 @@
-"""The surface of ``horo.torch`` and what one process can check of it alone."""
+"""The surface of ``horo.torch``, with all names of Horovod, and what one process can check of it alone."""
 
 import copy
+import importlib
 import inspect
 import pickle
 import warnings
@@ -12,6 +13,7 @@ import torch
 from jobs import IMPORT_TORCH_SILENTLY, as_users_start, run_python, wait_until
 
 import horo.torch as hvd
+from horo import errors
 from horo.errors import NotInitializedError, UsageError
 
 EXPORTS = (
@@ -87,13 +89,10 @@ def test_arguments_come_in_horovods_order(name: str) -> None:
     assert list(inspect.signature(getattr(hvd, name)).parameters) == [*ARGUMENTS[name].split(), *own]
 
 
-def test_reductions_have_horovods_numbers() -> None:
+def test_reductions_have_horovods_numbers_and_are_shown_and_kept_as_what_they_are() -> None:
     assert (hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product) == (0, 1, 2, 3, 4, 5)
     assert [*hvd.ReduceOp] == [hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product]
     assert {1: "found"}[hvd.Sum] == "found"
-
-
-def test_reductions_are_shown_and_kept_as_what_they_are() -> None:
     assert f"{hvd.Sum} {hvd.Adasum!r} {[hvd.Max]}" == "hvd.Sum hvd.Adasum [hvd.Max]"
     for kept in (pickle.loads(pickle.dumps(hvd.Sum)), copy.deepcopy(hvd.Sum)):
         assert kept is hvd.Sum
@@ -119,9 +118,11 @@ def test_everything_before_init_says_to_call_init(call: Callable[[], Any]) -> No
     assert isinstance(caught.value, hvd.HorovodInternalError)
 
 
-def test_shutdown_before_init_does_nothing() -> None:
+def test_shutdown_before_init_does_nothing_and_the_global_set_is_empty_handed() -> None:
     hvd.shutdown()
     assert not hvd.is_initialized()
+    found = hvd.global_process_set
+    assert (found.ranks, found.size(), found.rank(), found.included()) == (None, None, None, None)
 
 
 def test_horovods_object_behind_its_functions_has_them() -> None:
@@ -407,13 +408,49 @@ def test_an_optimizer_alone_trains_as_usual(alone: None) -> None:
         optimizer.set_backward_passes_per_step(0)
 
 
-def test_the_global_set_is_empty_handed_before_init() -> None:
-    found = hvd.global_process_set
-    assert (found.ranks, found.size(), found.rank(), found.included()) == (None, None, None, None)
-
-
 @pytest.mark.parametrize("device", ["cpu", "gpu 1", "cuda:256", -1, 128, 1 << 40, 1.5, True, ["cuda"]], ids=str)
 def test_a_device_that_is_no_gpu_or_has_a_number_that_torch_would_cut(device: Any) -> None:
     with pytest.raises(UsageError, match=r"^init\(device=.*\): expected a GPU, such as 'cuda:1' or 1$"):
         hvd.init(device=device)
     assert not hvd.is_initialized()
+
+
+@pytest.mark.parametrize("name", ["elastic", "mpi_ops", "_check_has_gpu"])
+def test_names_that_a_star_import_does_not_bring_are_there(name: str) -> None:
+    exec(f"from horo.torch import {name}")
+
+
+def test_what_horovod_does_not_have_either_is_pythons_own_error() -> None:
+    with pytest.raises(AttributeError, match=r"^module 'horo\.torch' has no attribute 'allredcue'"):
+        hvd.allredcue  # noqa: B018
+    with pytest.raises(ImportError, match=r"cannot import name 'allredcue' from 'horo\.torch'"):
+        exec("from horo.torch import allredcue")
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("horo.torch.no_such_module")
+
+
+@pytest.mark.parametrize("name", ["torch", "init", "rank"])
+def test_the_package_alone_says_what_a_script_imports(name: str) -> None:
+    code = f"import horo; horo.{name}"
+    done = run_python("-c", code)
+    said = f"AttributeError: module 'horo' has no attribute '{name}'; the calls of a training script: "
+    assert done.stderr.splitlines()[-1] == said + "import horo.torch as hvd"
+
+
+NOT_IN_MPI_OPS = """
+DistributedOptimizer Handle LearningRateWarmup MetricAverage ReduceOp SyncBatchNorm allgather_object average_buffers
+broadcast_object broadcast_optimizer_state broadcast_parameters config distribute no_sync shard stats
+"""
+
+
+def test_mpi_ops_has_the_same_operations() -> None:
+    names = set(hvd.__all__) - set(errors.__all__) - set(NOT_IN_MPI_OPS.split()) | {"HorovodInternalError"}
+    assert set(hvd.mpi_ops.__all__) - {"handle_average_backwards_compatibility"} == names
+    assert all(getattr(hvd.mpi_ops, name) is getattr(hvd, name) for name in names)
+
+
+def test_mpi_ops_has_what_only_horovods_has() -> None:
+    assert hvd.mpi_ops.handle_average_backwards_compatibility(hvd.Sum, None) == hvd.Sum
+    assert hvd.mpi_ops.handle_average_backwards_compatibility(None, None) == hvd.Average
+    with pytest.raises(AttributeError, match=r"^module 'horo\.torch\.mpi_ops' has no attribute 'x'"):
+        hvd.mpi_ops.x  # noqa: B018

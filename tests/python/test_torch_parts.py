@@ -1,9 +1,11 @@
-"""Parts of ``horo.torch`` alone; undocumented names of torch, which one module has, and each may be missing."""
+"""Parts of ``horo.torch`` without ranks; undocumented names of torch, which one module has, and each may be missing."""
 
 import ast
 import gc
+import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import types
@@ -18,10 +20,16 @@ import torch
 from jobs import run_python
 
 import horo.torch as hvd
+from horo.bootstrap.auth.handshake import HandshakeError
+from horo.bootstrap.host import passed_file
+from horo.bootstrap.host.passed_file import FileAddress, FileGiver, take_file
+from horo.core.memory import create_memory
 from horo.core.signal_safe_call import CallQueue, ThreadCall
-from horo.errors import ResourceError
+from horo.errors import ResourceError, UnsupportedError
 from horo.torch.compat import torch_private as private
 from horo.torch.engine.tensor_bytes import bytes_of, tensor_of
+from horo.torch.optimizer.sharding.hosts import arithmetic, is_compared, refuse_unlike
+from horo.torch.optimizer.sharding.owners import LOAD_OF_TENSOR, share_out
 
 
 def test_a_view_keeps_the_tensor_and_reads_its_memory() -> None:
@@ -187,17 +195,13 @@ def test_this_torch_has_the_name(name: str) -> None:
     found(name)
 
 
-def hide(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
-    patch.delattr(owner, name)
-
-
 def test_without_numbers_of_runs_gradients_are_reduced_at_the_step_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert private.tells_end_of_backward()
     model = torch.nn.Linear(1, 1)
     engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
     for owner, name in ((torch._C, "_current_graph_task_id"), (torch._C, "_current_autograd_node")):
         with monkeypatch.context() as patch:
-            hide(patch, owner, name)
+            patch.delattr(owner, name)
             assert not private.tells_end_of_backward()
     with monkeypatch.context() as patch:
         patch.setattr(torch.autograd.Variable, "_execution_engine", SimpleNamespace(other=engine))
@@ -206,7 +210,7 @@ def test_without_numbers_of_runs_gradients_are_reduced_at_the_step_only(monkeypa
             hvd.DistributedOptimizer(optimizer, gradients_ready="backward")
         hvd.DistributedOptimizer(optimizer, gradients_ready="step")
     with monkeypatch.context() as patch:
-        hide(patch, torch._C, "_current_graph_task_id")
+        patch.delattr(torch._C, "_current_graph_task_id")
         assert private.run_number()() == -1
 
 
@@ -222,7 +226,7 @@ def test_what_is_made_of_a_name_is_none_without_it(
     make: Callable[[], Any], owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert make() is not None
-    hide(monkeypatch, owner, name)
+    monkeypatch.delattr(owner, name)
     assert make() is None
 
 
@@ -260,7 +264,7 @@ def test_a_sparse_tensor_is_coalesced() -> None:
 
 
 def test_without_the_word_of_the_profiler_there_are_no_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    hide(monkeypatch, torch.autograd.profiler, "_is_profiler_enabled")
+    monkeypatch.delattr(torch.autograd.profiler, "_is_profiler_enabled")
     assert private.profiler_state()._is_profiler_enabled is False
 
 
@@ -283,8 +287,8 @@ def test_older_torch_skips_code_by_another_function_or_does_nothing(
     frames = SimpleNamespace(skip_code=skipped.append)
     for namespace in (SimpleNamespace(_dynamo=SimpleNamespace(eval_frame=frames)), SimpleNamespace()):
         monkeypatch.setattr(private, "torch", SimpleNamespace(_C=namespace))
-        private.code_skipper()(hide.__code__)
-    assert skipped == [hide.__code__]
+        private.code_skipper()(spelled.__code__)
+    assert skipped == [spelled.__code__]
 
 
 def test_without_flags_of_dynamo_compiled_autograd_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,5 +309,85 @@ def test_a_scaler_that_calls_the_step_otherwise_is_not_seen() -> None:
 
 def test_the_base_of_batch_norms_is_found_without_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     base = private.batch_norm()
-    hide(monkeypatch, torch.nn.modules.batchnorm, "_BatchNorm")
+    monkeypatch.delattr(torch.nn.modules.batchnorm, "_BatchNorm")
     assert private.batch_norm() is base is torch.nn.BatchNorm2d.__mro__[1]
+
+
+def test_owners_have_about_equal_loads_and_frozen_parameters_none() -> None:
+    loads = [0, 0, 0]
+    sizes = [1 << 20] * 7 + [100] * 50 + [0] * 4
+    owners = share_out(sizes, loads)
+    assert max(loads) - min(loads) <= (1 << 20) + LOAD_OF_TENSOR
+    assert sum(loads) == sum(size + LOAD_OF_TENSOR for size in sizes if size)
+    assert share_out(sizes, [0, 0, 0]) == owners
+    later = share_out([100], loads)
+    assert loads[later[0]] == min(loads) + 100 + LOAD_OF_TENSOR or loads[later[0]] <= max(loads) + LOAD_OF_TENSOR + 100
+
+
+def _give(giver: FileGiver, takers: int, **options: Any) -> None:
+    memory = create_memory(4096)
+    try:
+        giver.give(memory, takers, options.get("timeout_s", 20.0), options.get("check", lambda: None))
+    finally:
+        os.close(memory)
+        giver.close()
+
+
+def test_strangers_get_nothing_and_takers_the_file() -> None:
+    giver = FileGiver()
+    thread = threading.Thread(target=_give, args=(giver, 2))
+    thread.start()
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(giver.address.name)
+        stranger.sendall(bytes(32))
+        assert stranger.recv(1) == b""
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(giver.address.name)
+    for _ in range(2):
+        taken = take_file(giver.address, 20.0)
+        assert os.fstat(taken).st_size == 4096
+        os.close(taken)
+    thread.join()
+    with pytest.raises(ResourceError, match=r"^shared memory did not come from the first rank of this host: "):
+        take_file(giver.address, 20.0)
+
+
+def test_a_giver_gives_up() -> None:
+    with pytest.raises(ResourceError, match=r"^3 of 3 ranks did not come for shared memory$"):
+        _give(FileGiver(), 3, timeout_s=0.0)
+
+    def ended() -> None:
+        raise ResourceError("the job has ended")
+
+    with pytest.raises(ResourceError, match=r"^the job has ended$"):
+        _give(FileGiver(), 3, check=ended)
+
+
+def test_a_process_of_another_user_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: socket.socket) -> None:
+        raise HandshakeError("it belongs to user 7")
+
+    giver = FileGiver()
+    monkeypatch.setattr(passed_file, "check_user", refuse)
+    with pytest.raises(ResourceError, match="it belongs to user 7"):
+        take_file(giver.address, 20.0)
+    giver.close()
+
+
+def test_no_socket_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    giver = FileGiver()
+    monkeypatch.setattr(passed_file.secrets, "token_hex", lambda _: giver.address.name.decode().removeprefix("\0horo-"))
+    with pytest.raises(ResourceError, match=r"^cannot listen on an abstract unix socket: Address already in use$"):
+        FileGiver()
+    giver.close()
+    with pytest.raises(ResourceError, match="did not come"):
+        take_file(FileAddress(b"\0horo-nobody", b""), 1.0)
+
+
+def test_hosts_compare_now_and_then_and_must_be_alike() -> None:
+    assert [step for step in range(1, 4000) if is_compared(step)] == [*(2**n for n in range(11)), 2048, 3072]
+    own = arithmetic()
+    assert own[0] == torch.__version__
+    refuse_unlike({0: own, 3: own})
+    with pytest.raises(UnsupportedError, match=r"processor .* at rank 0, another at rank 3, so hosts may compute diff"):
+        refuse_unlike({0: own, 3: (*own[:2], "another")})

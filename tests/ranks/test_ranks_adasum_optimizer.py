@@ -15,7 +15,7 @@ import pytest
 import torch
 from adasum_oracle import adasum, tolerance
 from rank_pool import on, on_own
-from small_model import FailingSgd, bits_of, make_loss, make_model, needs_cpu_scaler
+from small_model import FailingSgd, bits_of, compressor, make_loss, make_model, needs_cpu_scaler
 
 import horo.torch as hvd
 from horo.errors import DeadlockError, GroupError, HoroError, UnsupportedError, UsageError
@@ -157,17 +157,9 @@ def test_frozen_unused_new_and_sparse_parameters() -> None:
 
 @on("ranks2")
 def test_it_travels_compressed_and_by_a_compressor_of_ones_own() -> None:
-    class Halved(hvd.Compression.none):
-        @staticmethod
-        def compress(tensor: torch.Tensor) -> Any:
-            return tensor / 2, 2
-
-        @staticmethod
-        def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-            return tensor * ctx
-
+    halves = compressor(lambda t: t / 2, lambda t, _: t * 2)
     results = []
-    for compression in (hvd.Compression.none, hvd.Compression.bf16, hvd.Compression.fp16, Halved):
+    for compression in (hvd.Compression.none, hvd.Compression.bf16, hvd.Compression.fp16, halves):
         model, optimizer = _made("sgd", compression=compression)
         _step(model, optimizer, 0)
         _assert_is(model)
@@ -337,12 +329,10 @@ def test_a_delta_that_one_rank_cannot_send_fails_the_step_of_all() -> None:
     """Those behind it are sent, too: else the others would wait for them, and get those of the next step."""
     expected, calls = _expected("plain", [0, 1], 2), itertools.count(1)
 
-    class Compressor(hvd.Compression.none):
-        @staticmethod
-        def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-            return (tensor.to(torch.int64) if next(calls) == 6 and hvd.rank() == 0 else tensor), None
+    def compress(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(torch.int64) if next(calls) == 6 and hvd.rank() == 0 else tensor
 
-    model, optimizer = _made(compression=Compressor)
+    model, optimizer = _made(compression=compressor(compress, lambda t, _: t))
     _step(model, optimizer, 0)
     before = bits_of(model)
     with pytest.raises(UnsupportedError, match="not offered for int64"):

@@ -216,16 +216,11 @@ def test_a_fresh_optimizer_has_zero_gradients_then(wrapped: bool) -> None:
 
 
 @on("ranks2")
-def test_optimizers_with_other_groups_are_refused() -> None:
-    count = 2 + hvd.rank()
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2)) for _ in range(count)], lr=0.1)
+def test_other_groups_are_refused_and_state_that_the_root_cannot_send_fails_everywhere() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2 + hvd.rank())]
     with pytest.raises(MismatchError, match="rank 0, group 0 parameter 2 float32 \\[2\\] on rank 1"):
-        hvd.broadcast_optimizer_state(optimizer, 0)
-
-
-@on("ranks2")
-def test_state_that_the_root_cannot_send_fails_everywhere() -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+        hvd.broadcast_optimizer_state(torch.optim.SGD(parameters, lr=0.1), 0)
+    optimizer = torch.optim.SGD(parameters[:1], lr=0.1)
     if hvd.rank() == 0:
         optimizer.param_groups[0]["odd"] = torch.eye(2).to_sparse()
     with pytest.raises(ValueError, match="sparse"):

@@ -1,7 +1,9 @@
-"""Gradients that hooks submit together, each of which may fail or be unlike the last one; and what hooks keep alive."""
+"""Gradients that hooks submit together; what hooks keep alive; signal handlers that raise while a request goes in."""
 
+import contextlib
 import gc
 import sys
+import time
 import traceback
 import weakref
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from horo.errors import UsageError
 from horo.torch.compat.profiler import profiling
 from horo.torch.compat.torch_private import exchange_table, forward_mode
 from horo.torch.engine import operation, runtime
+from horo.torch.engine import runtime as _runtime
 from horo.torch.optimizer import backward_hooks
 from horo.torch.optimizer.shared_gradients import COUNTS_IN_HOOKS
 
@@ -49,6 +52,15 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 """Each is equal to its argument."""
 
 
+def _many(count: int, *shape: int, first: Callable[[torch.Tensor], None] | None = None) -> tuple[list[Any], Any]:
+    """Parameters and their optimizer; the hook ``first`` of the second one is before that of horo."""
+    values = [torch.nn.Parameter(torch.zeros(shape or (3,))) for _ in range(count)]
+    if first is not None:
+        values[1].register_post_accumulate_grad_hook(first)
+    named = [(f"value {index}", value) for index, value in enumerate(values)]
+    return values, hvd.DistributedOptimizer(torch.optim.SGD(values, lr=0.0), named)
+
+
 def _step(values: list[torch.nn.Parameter], optimizer: Any, step: int) -> None:
     """Checks one step, whose gradients are means over the ranks."""
     optimizer.zero_grad()
@@ -64,16 +76,13 @@ def _step(values: list[torch.nn.Parameter], optimizer: Any, step: int) -> None:
 @on("ranks2_in_backward")
 def test_a_gradient_may_change_between_two_steps(has_table: bool) -> None:
     """Also where this torch has no table of functions for C."""
-    values = [torch.nn.Parameter(torch.zeros(3, 3)) for _ in range(3)]
     changes: list[Callable[[torch.Tensor], torch.Tensor]] = []
 
     def replace(value: torch.Tensor) -> None:
         for each in changes:
             value.grad = each(value.grad)
 
-    values[1].register_post_accumulate_grad_hook(replace)  # before that of horo
-    named = [(f"changed {has_table} {at}", value) for at, value in enumerate(values)]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(values, lr=0.0), named)
+    values, optimizer = _many(3, 3, 3, first=replace)
     know_torch(torch.Tensor, exchange_table() if has_table else None, profiling, operation.count_change, forward_mode)
     try:
         for change in CHANGES.values():
@@ -87,15 +96,11 @@ def test_a_gradient_may_change_between_two_steps(has_table: bool) -> None:
 
 @on("ranks2_in_backward")
 def test_a_parameter_may_have_another_shape_dtype_or_conjugation() -> None:
-    values = [torch.nn.Parameter(torch.zeros(3, 3)) for _ in range(3)]
-
     def conjugate(value: torch.Tensor) -> None:
         if value.is_complex() and value.grad is not None:
             value.grad = value.grad.conj()
 
-    values[1].register_post_accumulate_grad_hook(conjugate)  # before that of horo
-    named = [(f"shaped {at}", value) for at, value in enumerate(values)]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(values, lr=0.0), named)
+    values, optimizer = _many(3, 3, 3, first=conjugate)
     step = 0
     plain = torch.zeros(3, 3)
     for form in (plain, torch.zeros(9), plain.double(), plain.cfloat(), torch.zeros(3, 2), plain.clone()):
@@ -108,9 +113,7 @@ def test_a_parameter_may_have_another_shape_dtype_or_conjugation() -> None:
 
 @on("ranks2_always")
 def test_memory_that_is_cut_off_before_a_bucket_is_full_is_not_written() -> None:
-    values = [torch.nn.Parameter(torch.zeros(3, 3)) for _ in range(3)]
-    named = [(f"cut off {at}", value) for at, value in enumerate(values)]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(values, lr=0.0), named)
+    values, optimizer = _many(3, 3, 3)
     cuts: list[None] = []
 
     def cut(value: Any) -> None:
@@ -130,9 +133,7 @@ def test_memory_that_is_cut_off_before_a_bucket_is_full_is_not_written() -> None
 
 @on("ranks2_in_backward")
 def test_hooks_keep_nothing_alive_and_leave_nothing_behind() -> None:
-    values = [torch.nn.Parameter(torch.zeros(3)) for _ in range(40)]
-    named = [(f"left {at}", value) for at, value in enumerate(values)]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(values, lr=0.0), named)
+    values, optimizer = _many(40)
     counts = []
     for steps in (20, 100, 100):
         for step in range(steps):
@@ -143,15 +144,9 @@ def test_hooks_keep_nothing_alive_and_leave_nothing_behind() -> None:
     assert max(abs(blocks[2] - blocks[1]), abs(nones[2] - nones[1])) < 80, counts
     assert requests == (0, 0, 0)
     left = [weakref.ref(each) for each in (values[0], optimizer)]
-    del values, named, optimizer
+    del values, optimizer
     gc.collect()
     assert [each() for each in left] == [None] * 2
-
-
-def _many(count: int = 40) -> tuple[list[torch.nn.Parameter], Any]:
-    values = [torch.nn.Parameter(torch.zeros(3)) for _ in range(count)]
-    named = [(f"value {index}", value) for index, value in enumerate(values)]
-    return values, hvd.DistributedOptimizer(torch.optim.SGD(values, lr=0.0), named)
 
 
 def _backward(values: list[torch.nn.Parameter], scale: float) -> None:
@@ -161,7 +156,7 @@ def _backward(values: list[torch.nn.Parameter], scale: float) -> None:
 @pytest.mark.skipif(not COUNTS_IN_HOOKS, reason="each hook submits its gradient")
 @on("ranks2_always")
 def test_a_bucket_is_submitted_when_it_is_full_and_the_rest_at_the_end() -> None:
-    values, optimizer = _many()
+    values, optimizer = _many(40)
     seen: list[int] = []
     for value in values:
         value.register_post_accumulate_grad_hook(lambda _: seen.append(runtime.current().core.counters()["requests"]))
@@ -177,7 +172,7 @@ def test_a_bucket_is_submitted_when_it_is_full_and_the_rest_at_the_end() -> None
 
 @on("ranks2_in_backward")
 def test_a_bucket_has_a_gradient_that_only_one_rank_makes() -> None:
-    values, optimizer = _many()
+    values, optimizer = _many(40)
     for step in range(6):
         optimizer.zero_grad()
         used = values if hvd.rank() == 0 or step % 2 == 0 else values[:3] + values[4:]
@@ -282,3 +277,65 @@ def test_training_goes_on_wherever_a_signal_handler_ends_a_hook(ranks2_always: R
 
     counts = ranks2_always.run(check)
     assert counts[0] == counts[1] > 20
+
+
+class _StopError(Exception):
+    pass
+
+
+def _fail() -> None:
+    raise _StopError
+
+
+_FORMS: dict[str, Callable[[torch.Tensor, str], Any]] = {
+    "async in place": lambda t, n: hvd.allreduce_async_(t, name=n),
+    "grouped": lambda t, n: hvd.grouped_allreduce_async_([t], name=n),
+    "allgather": lambda t, n: hvd.allgather_async(t, name=n),
+    "sync": lambda t, n: hvd.allreduce(t, name=n, op=hvd.Sum),
+    "sync broadcast": lambda t, n: hvd.broadcast(t, 0, name=n),
+}
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["first", "again"])
+@pytest.mark.parametrize("form", _FORMS)
+@on("ranks2")
+def test_memory_stays_wherever_the_interrupt_comes(form: str, warm: bool) -> None:
+    call, runtime = _FORMS[form], _runtime.current()
+    waits = form.startswith("sync")
+    places = 5 if waits else 100  # a wait has no end
+
+    def take_part(name: str) -> None:
+        answer = call(torch.ones(8), name)
+        if not waits:
+            hvd.synchronize(answer)
+
+    if warm:
+        for at in range(places if waits else 20):
+            take_part(f"{form}.{at}")
+    if hvd.rank() == 1:
+        for name in hvd.broadcast_object(None):
+            take_part(name)
+        return
+    names = []
+    more = True
+    while more and len(names) < places:
+        names.append(f"{form}.{len(names)}")
+        before = runtime.core.counters()["requests"]
+        tensor = torch.ones(8)
+        memory = weakref.ref(tensor)
+        with contextlib.suppress(_StopError):
+            more = do_at(lambda: call(tensor, names[-1]), len(names) - 1, _fail, {"horo_submit", "go_on"})  # noqa: B023
+        del tensor
+        gc.collect()  # frames that the exception has kept
+        assert not runtime.active_calls, names[-1]
+        assert runtime.core.counters()["requests"] == before + 1
+        assert runtime.core.in_progress(before + 1)
+        assert memory() is not None, f"{names[-1]}: the memory is gone while the core works on it"
+    assert len(names) >= 5
+    hvd.broadcast_object(names)
+    for request in list(runtime.requests.values()):
+        request.wait()
+    deadline = time.monotonic() + 50
+    while runtime.abandoned:  # until rank 1 has taken part in all
+        runtime.release_abandoned()
+        assert time.monotonic() < deadline

@@ -294,15 +294,14 @@ class _StopError(Exception):
 
 
 def interrupted_join() -> None:
-    """A join whose wait an exception of a signal handler ends."""
-    joining = runtime.current().joining
-    interrupt(hvd.join, _StopError, lambda: has_joined(joining))
+    """A join whose wait an exception of a signal handler ends; this rank counts as joined in all its process sets."""
+    joining: Any = runtime.current().joining
 
+    def has_joined() -> bool:
+        current = joining._round
+        return current is not None and len(current.handles) == len(current.teams)
 
-def has_joined(joining: Any) -> bool:
-    """Whether this rank counts as joined in all its process sets."""
-    current = joining._round
-    return current is not None and len(current.handles) == len(current.teams)
+    interrupt(hvd.join, _StopError, has_joined)
 
 
 @contextmanager

@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 import torch
 from interrupts import interrupt
-from jobs import wait_until
+from jobs import DEADLINE_S, wait_until
 from rank_pool import RankPool, on, on_own
 
 import horo.torch as hvd
 from horo.core.signal_safe_call import ThreadCall
 from horo.errors import AbortedError, DeadlockError, UsageError
 from horo.torch.engine import runtime as _runtime
-
-DEADLINE_S = 30.0
 
 
 class _LeftError(Exception):

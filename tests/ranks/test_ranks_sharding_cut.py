@@ -1,8 +1,10 @@
-"""``sharding="optimizer"`` with parameters of which each rank steps a part, and with what torch changes."""
+"""``sharding="optimizer"`` with parameters of which each rank steps a part, and with what torch and scripts change."""
 
 from __future__ import annotations  # ranks get functions without what classes in them are annotated by
 
 import copy
+import mmap
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,16 @@ from typing import Any
 import pytest
 import torch
 from forked import in_child
-from rank_pool import RankPool, on
+from rank_pool import RankPool, on, on_own
 from small_model import (
+    OwnOptimizer,
     Pair,
     assert_pair_is_alike,
     assert_same_bits,
     bits_of,
     cutting,
+    go_on,
+    make_batch,
     make_loss,
     make_model,
     make_pair,
@@ -26,7 +31,8 @@ from small_model import (
 )
 
 import horo.torch as hvd
-from horo.errors import AbortedError, UsageError
+from horo.errors import AbortedError, ResourceError, UsageError
+from horo.torch.optimizer.sharding import memory
 
 
 def _model() -> torch.nn.Module:
@@ -34,12 +40,8 @@ def _model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(4, 33), torch.nn.Tanh(), torch.nn.Linear(33, 5)).double()
 
 
-def _adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.01)
-
-
 def _pair(steps: int = 2) -> Pair:
-    pair = make_pair(_adam, _model)
+    pair = _made(_model)
     train_pair(pair, range(steps))
     return pair
 
@@ -63,8 +65,7 @@ def test_an_elastic_state_commits_and_restores(is_cut: bool) -> None:
             take_steps(model, optimizer, range(2, 4))
             state.restore()
         assert_same_bits(pair[0][0], pair[1][0])
-        train_pair(pair, range(5, 8))
-    assert_pair_is_alike(pair)
+        go_on(pair, range(5, 8))
 
 
 @on("ranks")
@@ -110,8 +111,7 @@ def test_a_step_that_raises_leaves_them_whole(steps: int) -> None:
             optimizer.state_dict()
         model.load_state_dict(copy.deepcopy(plain.state_dict()))
         optimizer.load_state_dict(copy.deepcopy(its.state_dict()))
-        train_pair(pair, range(3, 6))
-    assert_pair_is_alike(pair)
+        go_on(pair, range(3, 6))
 
 
 @on("ranks2")
@@ -127,8 +127,7 @@ def test_a_script_that_writes_state_and_reads_it_before_the_next_step() -> None:
             found = optimizer.state_dict()["state"]
             assert all(entries["step"] == 7.0 for entries in found.values())
         assert_pair_is_alike(pair)
-        train_pair(pair, range(3, 6))
-    assert_pair_is_alike(pair)
+        go_on(pair, range(3, 6))
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
@@ -153,8 +152,7 @@ def test_a_later_job_and_a_child_have_their_own(is_cut: bool) -> None:
         for parameter in (*model.parameters(), *plain.parameters()):
             parameter.grad = torch.full_like(parameter, 0.1)
         hvd.init()
-        train_pair(pair, range(4, 7))
-    assert_pair_is_alike(pair)
+        go_on(pair, range(4, 7))
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad", "Adam"])
@@ -195,12 +193,6 @@ def _made(make: Make = make_model, **options: Any) -> Pair:
     return make_pair(lambda parameters: torch.optim.Adam(parameters, **{"lr": 0.01, **options}), make)
 
 
-def _go_on(pair: Pair, steps: range) -> None:
-    """Both train, and are alike then."""
-    train_pair(pair, steps)
-    assert_pair_is_alike(pair)
-
-
 @on("ranks2")
 def test_compiled_models_and_steps() -> None:
     pair = _made(foreach=True)
@@ -216,7 +208,7 @@ def test_compiled_models_and_steps() -> None:
             make_loss(model, hvd.rank(), step).backward()
             call()
     assert_pair_is_alike(pair)
-    _go_on(pair, range(6, 8))
+    go_on(pair, range(6, 8))
 
 
 @pytest.mark.parametrize("options", [{"foreach": False}, {"fused": True}])
@@ -225,7 +217,7 @@ def test_a_learning_rate_that_is_a_tensor_and_a_scheduler_changes(options: dict[
     pair = _made(lr=torch.tensor(0.1), **options)
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for _, optimizer in pair]
     for step in range(4):
-        _go_on(pair, range(step, step + 1))
+        go_on(pair, range(step, step + 1))
         for scheduler in schedulers:
             scheduler.step()
 
@@ -249,7 +241,7 @@ def _hooked() -> torch.nn.Module:
 @on("ranks2")
 def test_weights_that_are_computed_from_parameters(make: Make) -> None:
     pair = _made(make)
-    _go_on(pair, range(3))
+    go_on(pair, range(3))
     for model, _ in pair:
         if make is _parametrized:
             torch.nn.utils.parametrize.remove_parametrizations(model[2], "weight")
@@ -258,18 +250,7 @@ def test_weights_that_are_computed_from_parameters(make: Make) -> None:
     for model, optimizer in pair:
         optimizer.param_groups[0]["params"] = list(model.parameters())
         optimizer.state.clear()
-    _go_on(pair, range(3, 6))
-
-
-@on("ranks2")
-def test_a_state_whose_tensors_become_the_parameters() -> None:
-    pair = _made()
-    _go_on(pair, range(2))
-    for model, optimizer in pair:
-        model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()}, assign=True)
-        optimizer.param_groups[0]["params"] = list(model.parameters())
-        optimizer.state.clear()
-    _go_on(pair, range(2, 5))
+    go_on(pair, range(3, 6))
 
 
 @needs_cpu_scaler
@@ -322,3 +303,150 @@ def test_a_later_job_of_other_ranks_goes_on_from_what_was_saved(tmp_path: Path) 
             file = path
         results.append(found[0])
     assert results[0] == results[1]
+
+
+class _Clipped(torch.optim.SGD):
+    """Clips all parameters behind each step."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.clamp_(-0.2, 0.2)
+        return loss
+
+
+class _Decaying(OwnOptimizer):
+    """Lets all weights decay, also of parameters that have no gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.9)
+            self.move(group["lr"])
+
+
+class _Reassigning(OwnOptimizer):
+    """Gives parameters new memory, also those that have no gradient."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = torch.zeros(()) if parameter.grad is None else parameter.grad
+                parameter.data = parameter.data * 0.9 - group["lr"] * gradient
+
+
+class _LookingAhead(torch.optim.Adam):
+    """Goes half way back to slow weights, which are its state, in every second step."""
+
+    steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = super().step(closure)
+        self.steps += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                slow = state.setdefault("slow", parameter.detach().clone())
+                if self.steps % 2 == 0:
+                    parameter.copy_(slow.lerp_(parameter, 0.5))
+        return loss
+
+
+def _with_unused() -> torch.nn.Module:
+    model = make_model()
+    model.register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
+    return model
+
+
+def _scripts_pair(kind: Any, **options: Any) -> Pair:
+    return make_pair(lambda parameters: kind(parameters, **options), _with_unused)
+
+
+@pytest.mark.parametrize("kind", [_Clipped, _Decaying, _Reassigning, _LookingAhead])
+@on("ranks")
+def test_an_optimizer_that_writes_all_parameters_in_its_step(kind: Any) -> None:
+    pair = _scripts_pair(kind, lr=0.05)
+    for step in range(5):
+        train_pair(pair, range(step, step + 1))
+        assert_pair_is_alike(pair, in_order=False)
+
+
+@on("ranks2")
+def test_a_model_that_is_shared_with_other_processes_before_each_step_takes_no_more_memory() -> None:
+    pair = _scripts_pair(torch.optim.Adam, lr=0.01)
+    sizes = set()
+    for step in range(5):
+        for model, optimizer in pair:
+            take_steps(model, optimizer, range(step, step + 1))
+            if step != 3 or hvd.rank() == 1:
+                model.share_memory()
+        sizes.add(os.fstat(pair[0][1]._sharded_step._placement.memory.descriptor).st_size)
+    assert_pair_is_alike(pair)
+    assert len(sizes) == 1
+
+
+@on_own(2)
+def test_a_rank_without_memory_for_more_parameters_and_another_try() -> None:
+    pair = _scripts_pair(torch.optim.SGD, lr=0.1, momentum=0.9)
+    for model, optimizer in pair:
+        take_steps(model, optimizer, range(1))
+        model.register_parameter("more", torch.nn.Parameter(torch.ones(3)))
+        optimizer.add_param_group({"params": [model.more]})
+    pages = memory.Pages
+
+    def fail(*_: Any) -> Any:
+        raise ResourceError("no memory")
+
+    for step in range(1, 4):
+        for model, optimizer in pair:
+            optimizer.zero_grad()
+            (model(make_batch(hvd.rank(), step)) * model.more).square().mean().backward()
+            if step == 1 and model is pair[0][0]:
+                memory.Pages = fail if hvd.rank() == 1 else pages  # type: ignore[misc]
+                with pytest.raises(ResourceError, match="no memory"):
+                    optimizer.step()
+                memory.Pages = pages  # type: ignore[misc]
+            optimizer.step()
+    assert_pair_is_alike(pair)
+
+
+@on_own(2)
+def test_a_rank_without_memory_for_state_leaves_no_half_of_it() -> None:
+    model, optimizer = _scripts_pair(torch.optim.Adam)[0]
+    pages, made = memory.Pages, []
+
+    def fail(*args: Any) -> Any:
+        made.append(args)
+        if len(made) == 2 and hvd.rank() == 1:
+            raise ResourceError("no memory")
+        return pages(*args)
+
+    memory.Pages = fail  # type: ignore[assignment,misc]
+    with pytest.raises(ResourceError, match="no memory"):
+        take_steps(model, optimizer, range(1))
+    with pytest.raises(UsageError, match=r"parameters may be of two steps, since .*no memory"):
+        optimizer.state_dict()
+
+
+@on_own(2)
+def test_a_forked_child_that_drops_the_optimizer_keeps_its_own_memory() -> None:
+    size = 1 << 22
+    torch.manual_seed(1)
+    model: Any = torch.nn.Linear(1000, size // 4000)
+    optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, sharding="optimizer")
+    model(torch.ones(1000) * (1 + hvd.rank())).sum().backward()
+    optimizer.step()
+    held = [model, optimizer]
+    del model, optimizer
+
+    def drop() -> None:
+        own = [mmap.mmap(-1, size) for _ in range(4)]
+        for each in own:
+            each[:] = b"x" * size
+        held.clear()
+        assert all(each[size - 1] == ord("x") for each in own)
+
+    in_child(drop)

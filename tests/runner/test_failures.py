@@ -17,7 +17,7 @@ from horo.runner.agent.rank_reports import Note, NoteReader, open_pipe
 from horo.runner.job.report import Ending, awaited, exit_code, report, root_cause
 
 RANK = """
-import atexit, os, sys, time
+import atexit, os, sys, threading, time
 from horo.bootstrap import job as bootstrap
 job = bootstrap.start()
 atexit.register(job.close)
@@ -117,17 +117,12 @@ def test_ranks_that_never_called_init_are_said_to_have_run_side_by_side(hororun:
     assert hororun.run("-np", "2", "train.py", cwd=tmp_path).stderr == ""
 
 
-HEAD = """import os, sys, threading, time
-from horo.bootstrap import job as bootstrap
-job = bootstrap.start()
-import atexit
-atexit.register(job.close)
-deadline = time.monotonic() + 60
+HEAD = f"""{RANK}deadline = time.monotonic() + 60
 def others_end():
     while job.context.health() is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    print(f"{job.rank} hears: {job.context.health()}")
+    print(f"{{job.rank}} hears: {{job.context.health()}}")
 """
 
 

@@ -1,7 +1,9 @@
-"""Whole jobs: what ranks are told, how they run, how they end. Here and through agents."""
+"""Whole jobs: what ranks are told, how they run, read each other's memory and end. Here and through agents."""
 
+import errno
 import os
 import re
+import shlex
 import signal
 import stat
 import subprocess
@@ -9,7 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import Flags, Hororun, kill_all, make_remote_shell, parent_of, port_for_later, shell, wait_until
+from doubles import build_double
+from jobs import TORCH_S, Flags, Hororun, kill_all, make_remote_shell, parent_of, port_for_later, shell, wait_until
 
 
 def test_ranks_get_their_numbers(hororun: Hororun, where: str) -> None:
@@ -244,3 +247,70 @@ def test_a_stopped_rank_ends_too(hororun: Hororun, where: str, flags: Flags) -> 
         f"while ! test -s {flags.folder}/pid; do sleep 0.02; done; kill -STOP $(cat {flags.folder}/pid); exit 4"
     )
     assert hororun.run("-np", "2", "--grace-seconds", "0.2", *shell(script), where=where).returncode == 4
+
+
+SCRIPT = str(Path(__file__).resolve().parent.parent / "moving_rank.py")
+READS = "large moves read the memory of the other ranks"
+PASSES = "large moves pass shared memory"
+
+
+def run(
+    hororun: Hororun, *words: str, double: Path | None = None, script: tuple[str, ...] = ("4",)
+) -> subprocess.CompletedProcess[str]:
+    """``double``: loaded in rank 1 alone."""
+    command = [sys.executable, SCRIPT, *script]
+    if double is not None:
+        start = f'if [ "$HOROVOD_RANK" = 1 ]; then export LD_PRELOAD={shlex.quote(str(double))}; fi; exec "$@"'
+        command = ["sh", "-c", start, "sh", *command]
+    environment = {"HORO_LOG_LEVEL": "info", "OMP_NUM_THREADS": "1"}
+    started = hororun.start("-np", "3", "--no-prefix", *words, *command, environment=environment)
+    return started.finish(TORCH_S)
+
+
+def check_right(done: subprocess.CompletedProcess[str], said: str, never: str) -> None:
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("all is right") == 3
+    assert done.stderr.count(said) == 1, done.stderr[-3000:]
+    assert never not in done.stderr
+
+
+def test_ranks_read_each_other_where_they_may(hororun: Hororun) -> None:
+    check_right(run(hororun), READS, PASSES)
+
+
+def test_a_user_may_turn_it_off(hororun: Hororun) -> None:
+    done = run(hororun, "--no-single-copy")
+    assert (done.returncode, done.stdout.count("all is right")) == (0, 3), done.stderr[-3000:]
+    assert "large moves" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("defines", "reason"),
+    [({"REFUSED": errno.EPERM}, "Operation not permitted"), ({"FORGES": 1}, "No such process")],
+    ids=["forbidden", "another process"],
+)
+def test_where_one_may_not_none_does(hororun: Hororun, tmp_path: Path, defines: dict[str, int], reason: str) -> None:
+    done = run(hororun, double=build_double("libpeer_memory.so", tmp_path, **defines))
+    check_right(done, f"{PASSES}, since rank 1 cannot read the memory of rank 2: {reason}", READS)
+
+
+def test_reads_may_end_early(hororun: Hororun, tmp_path: Path) -> None:
+    check_right(run(hororun, double=build_double("libpeer_memory.so", tmp_path, PIECE=517)), READS, PASSES)
+
+
+@pytest.mark.parametrize("after", [3, 5, 7])
+def test_a_read_that_fails_later_is_done_again_by_all(hororun: Hororun, tmp_path: Path, after: int) -> None:
+    """As of memory that belongs to a device; from 5 on it is in sums, which lie in the place of what they add up."""
+    double = build_double("libpeer_memory.so", tmp_path, REFUSED=errno.EFAULT, AFTER=after)
+    done = run(hororun, double=double)
+    assert (done.returncode, done.stdout.count("all is right")) == (0, 3), done.stderr[-3000:]
+    told = re.findall(rf"{READS}|{PASSES}, since rank 1 cannot read the memory of rank [02]: Bad address", done.stderr)
+    assert len(told) == 2
+    assert told[0] == READS
+
+
+def test_a_rank_that_is_killed_in_a_call_is_an_error_that_names_it(hororun: Hororun) -> None:
+    done = run(hororun, script=("100000", "1"))
+    assert done.returncode != 0
+    assert re.search(r"PeerLostError: .*rank 1 \(", done.stderr), done.stderr[-3000:]
+    assert "AssertionError" not in done.stderr

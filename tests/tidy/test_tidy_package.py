@@ -1,6 +1,7 @@
 """What is installed: one abi3 extension that exports little and needs only libc, from a source archive that builds."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import tidy_binary
 from skips import apt_install, no_compiler
 from tidy_files import ROOT, below
 
@@ -18,6 +18,63 @@ sys.path.insert(0, str(ROOT / "native"))
 from parallel import leave_out_library_paths
 
 import build as native_build
+
+# cffi writes its own tables; __cpu_* is gcc's note of what the processor can do; the others belong to the C runtime.
+# Those of native/python are Python's, which takes no constants.
+_KNOWN_VARIABLES = re.compile(
+    r"_cffi_\w+|__cpu_\w+|completed\.\d+|__dso_handle|__TMC_END__|_edata|_end|__bss_start|__data_start"
+    r"|(?:slot|caller|gradient|ready|numbers)_\w+"
+)
+_LIBRARIES = re.compile(r"libc\.so\.\d+|libpthread\.so\.\d+|libdl\.so\.\d+|ld-linux[\w-]*\.so\.\d+|libm\.so\.\d+")
+
+
+def mutable_variables(sections: str, symbols: str) -> list[str]:
+    """Names of variables in writable sections, from ``readelf -SW`` and ``readelf -sW``; .data.rel.ro is constant."""
+    names = dict(re.findall(r"^\s*\[\s*(\d+)\]\s+(\S+)", sections, flags=re.MULTILINE))
+    rows = re.findall(r"^\s*\d+:\s+\w+\s+\w+\s+(?:OBJECT|TLS)\s+\w+\s+\w+\s+(\d+)\s+(\S+)", symbols, flags=re.MULTILINE)
+    if not rows:
+        raise ValueError("the extension has no symbols of variables; it was stripped and cannot be judged")
+    writable = re.compile(r"\.(data|bss|tdata|tbss)(\.(?!rel\.ro)\S+)?$")
+    return [
+        name for index, name in rows if writable.match(names.get(index, "")) and not _KNOWN_VARIABLES.fullmatch(name)
+    ]
+
+
+def stray_exports(dynamic_symbols: str, header: str) -> list[str]:
+    """What the extension exports beyond its init functions and the functions of horo.h (``readelf --dyn-syms -W``)."""
+    pattern = r"^\s*\d+:\s+\w+\s+\w+\s+\w+\s+(?:GLOBAL|WEAK|UNIQUE)\s+DEFAULT\s+(\d+)\s+(\S+)"
+    exported = {name for _, name in re.findall(pattern, dynamic_symbols, flags=re.MULTILINE)}
+    public = set(re.findall(r"^HORO_API\b[^;(]*?(\w+)\(", header, flags=re.MULTILINE))
+    if not public:
+        raise ValueError("found no HORO_API function in the header")
+    return sorted(exported - public - {"PyInit__native", "PyInit__calls"})
+
+
+def foreign_libraries(dynamic_section: str) -> list[str]:
+    """The libraries beyond libc that the extension needs (``readelf -dW``)."""
+    needed = re.findall(r"\(NEEDED\)[^\[]*\[([^\]]+)\]", dynamic_section)
+    return [name for name in needed if not _LIBRARIES.fullmatch(name)]
+
+
+def unhardened(dynamic_section: str, program_headers: str, dynamic_symbols: str) -> list[str]:
+    """What the extension lacks of protection (``readelf -dW``, ``-lW`` and ``--dyn-syms -W``)."""
+    checked = set(re.findall(r"\sUND\s+(__\w+_chk|__stack_chk_fail)\b", dynamic_symbols))
+    stack = re.search(r"GNU_STACK\s.*\s(R?W?E?)\s+0x", program_headers)
+    lacks = {
+        "a stack protector": "__stack_chk_fail" not in checked,
+        "checked calls of libc (FORTIFY)": not checked - {"__stack_chk_fail"},
+        "BIND_NOW": not re.search(r"\((FLAGS\).*BIND_NOW|FLAGS_1\).*\bNOW)\b", dynamic_section),
+        "RELRO": "GNU_RELRO" not in program_headers,
+        "a stack without code": stack is None or "E" in stack[1],
+        "no path to libraries": bool(re.search(r"\((RPATH|RUNPATH)\)", dynamic_section)),
+    }
+    return [what for what, is_lacking in lacks.items() if is_lacking]
+
+
+def unresolved(dynamic_symbols: str) -> list[str]:
+    """Functions of ours that are used but defined nowhere; the linker lets them pass in a shared library."""
+    return re.findall(r"^\s*\d+:.*\sUND\s+((?:hr|horo)_\w+)", dynamic_symbols, flags=re.MULTILINE)
+
 
 FOLDERS = ("horo", "native")
 FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
@@ -107,11 +164,11 @@ def test_the_extension_is_small_whole_and_hardened(extension: Path) -> None:
     sections, exported = readelf("-S", extension), readelf("--dyn-syms", extension)
     header = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "native" / "include").glob("*.h"))
     assert ".debug_info" not in sections
-    assert tidy_binary.mutable_variables(sections, readelf("-s", extension)) == []
-    assert tidy_binary.stray_exports(exported, header) == []
-    assert tidy_binary.unresolved(exported) == []
-    assert tidy_binary.foreign_libraries(readelf("-d", extension)) == []
-    assert tidy_binary.unhardened(*read_protection(extension)) == []
+    assert mutable_variables(sections, readelf("-s", extension)) == []
+    assert stray_exports(exported, header) == []
+    assert unresolved(exported) == []
+    assert foreign_libraries(readelf("-d", extension)) == []
+    assert unhardened(*read_protection(extension)) == []
 
 
 @pytest.mark.parametrize(
@@ -145,7 +202,7 @@ def test_each_lack_of_protection_is_found(tmp_path: Path, without: str, lack: li
     )
     flags = ["-O2", *native_build.HARDENING_FLAGS, *native_build.HARDENING_LINK_FLAGS, without]
     _run(["cc", "-shared", "-fPIC", *flags, "-o", str(library), str(source)], tmp_path)
-    assert tidy_binary.unhardened(*read_protection(library)) == lack
+    assert unhardened(*read_protection(library)) == lack
 
 
 @pytest.mark.skipif(bool(no_compiler()), reason=no_compiler())
@@ -158,7 +215,7 @@ def test_binary_checks_find_a_bad_library(tmp_path: Path) -> None:
     library = tmp_path / "bad.so"
     _run(["cc", "-shared", "-fPIC", "-O0", "-Wl,--no-as-needed", "-lgcc_s", "-o", str(library), str(source)], tmp_path)
     header = "HORO_API int horo_wanted(void);\n"
-    assert set(tidy_binary.mutable_variables(readelf("-S", library), readelf("-s", library))) == {"hr_counter", "hits"}
-    assert {"stray", "hr_counter"} <= set(tidy_binary.stray_exports(readelf("--dyn-syms", library), header))
-    assert tidy_binary.unresolved(readelf("--dyn-syms", library)) == ["hr_gone"]
-    assert tidy_binary.foreign_libraries(readelf("-d", library)) == ["libgcc_s.so.1"]
+    assert set(mutable_variables(readelf("-S", library), readelf("-s", library))) == {"hr_counter", "hits"}
+    assert {"stray", "hr_counter"} <= set(stray_exports(readelf("--dyn-syms", library), header))
+    assert unresolved(readelf("--dyn-syms", library)) == ["hr_gone"]
+    assert foreign_libraries(readelf("-d", library)) == ["libgcc_s.so.1"]

@@ -1,14 +1,27 @@
-"""Each rule finds a bad sample, so that it is known to find something; the sources show on what it is silent."""
+"""House rules, held over all sources and documents; each finds a bad sample. Ceilings, circles, choice of cases."""
 
-from collections.abc import Callable
+import dataclasses
+import itertools
+import re
+import runpy
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tidy_c
+import tidy_ceilings
+import tidy_graph
 import tidy_python
 import tidy_text
 import tidy_words
+from breaks.breaks import BREAKS, Break
+from cases import CASES, SEEDS, pairwise, some_of, spread
+from tidy_ceilings import Number, compare
+from tidy_files import ROOT, below, finding, report, repository_files
+
+import horo
 
 Check = Callable[[Path, str], list[str]]
 LONG_C = "static int long_one(void) {\n" + "    work();\n" * 70 + "}\n"
@@ -126,3 +139,314 @@ BAD_SENTENCES = [
 def test_a_bad_sentence_is_found(sentence: str) -> None:
     assert tidy_words.check_page(f"# Title\n\nA page.\n{sentence}\n" if len(sentence) < 100 else f"{sentence}\n")
     assert tidy_words.check_source(f'"""A module.\n\n{sentence}\n"""\n')
+
+
+DOCS = ROOT / "docs"
+TEXT_SUFFIXES = (".py", ".c", ".h", ".md", ".toml", ".txt", ".in", ".cfg", ".yaml", ".yml", "")
+GENERATED = {DOCS / "performance.md", DOCS / "reference" / "api.md", DOCS / "reference" / "environment.md"}
+"""Pages whose words are those of their sources."""
+WORDS_IN_DOCS = 60_000
+"""Words of all pages below docs/, as ``wc -w`` counts them. The ceiling only falls."""
+
+
+def read(*parts: str) -> str:
+    return ROOT.joinpath(*parts).read_text(encoding="utf-8")
+
+
+def c_files() -> list[Path]:
+    return below("native", suffixes=(".c", ".h"))
+
+
+def core_files() -> list[Path]:
+    """Without those that are Python's: what it calls has names of its own, and is variable."""
+    return [path for path in c_files() if path.parent.name != "python"]
+
+
+def modules() -> list[Path]:
+    return below("horo", "runner", suffixes=(".py",))
+
+
+def texts() -> list[Path]:
+    """Files with text; "" is for Makefile and the scripts of .ci, and a corpus of the fuzz tests may be anything."""
+    return [
+        path
+        for path in repository_files()
+        if path.suffix in TEXT_SUFFIXES and path.name != "LICENSE" and "corpus" not in path.parts
+    ]
+
+
+def includes(path: Path, text: str) -> list[str]:
+    sources = ROOT / "native" / "src"
+    return tidy_c.check_includes(path.relative_to(sources), text) if sources in path.parents else []
+
+
+def of_root(check: Check) -> Check:
+    """The check with paths relative to the root."""
+    return lambda path, text: check(path.relative_to(ROOT), text)
+
+
+RULES: dict[str, tuple[Check, Callable[[], Sequence[Path]]]] = {
+    "sizes of C": (tidy_c.check_sizes, lambda: below("native", "tests", suffixes=(".c", ".h"))),
+    "calls": (tidy_c.check_calls, c_files),
+    "names": (tidy_c.check_names, core_files),
+    "statuses": (tidy_c.check_statuses, c_files),
+    "globals": (tidy_c.check_globals, core_files),
+    "comments": (tidy_c.check_comments, c_files),
+    "includes": (includes, c_files),
+    "sizes of Python": (of_root(tidy_python.check_sizes), lambda: repository_files(".py")),
+    "imports": (of_root(tidy_python.check_imports), modules),
+    "rooms": (of_root(tidy_python.check_rooms), modules),
+    "environment": (of_root(tidy_python.check_environment), modules),
+    "all": (of_root(tidy_python.check_all), modules),
+    "messages": (of_root(tidy_python.check_messages), modules),
+    "docstrings": (
+        of_root(tidy_python.check_docstrings),
+        lambda: below("horo", "runner", "native", ".ci", suffixes=(".py",)),
+    ),
+    "leftovers": (tidy_text.check_leftovers, texts),
+    "whitespace": (tidy_text.check_whitespace, texts),
+    "links": (tidy_text.check_links, lambda: repository_files(".md")),
+    "tables": (tidy_text.check_tables, lambda: repository_files(".md")),
+    "decisions": (tidy_text.check_decision, lambda: sorted((DOCS / "adr").glob("*.md"))),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_sources_keep(rule: str) -> None:
+    check, files = RULES[rule]
+    paths = files()
+    assert paths
+    findings = [line for path in paths for line in check(path, path.read_text(encoding="utf-8"))]
+    assert not findings, report(findings)
+
+
+def test_each_class_has_a_name_of_its_own() -> None:
+    names = Counter(name for path in modules() for name in tidy_python.public_classes(path.read_text(encoding="utf-8")))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_changelog_native_core_and_package_have_one_version() -> None:
+    native = {version for path in c_files() for version in tidy_text.native_versions(path.read_text())}
+    assert native == {horo.__version__}
+    assert tidy_text.changelog_versions(read("CHANGELOG.md"))[0] == horo.__version__
+
+
+def test_every_error_code_has_a_class() -> None:
+    assert tidy_text.unmapped_errors(read("native", "include", "horo.h"), read("horo", "errors.py")) == []
+
+
+@pytest.mark.parametrize(
+    ("lock", "pinned"),
+    [("requirements-dev.lock", "requirements-dev.txt"), ("requirements.lock", ".ci/requirements.txt")],
+)
+def test_what_is_pinned_has_hashes(lock: str, pinned: str) -> None:
+    locked = read(".ci", lock)
+    wanted = {tidy_text.pin(line) for line in read(*pinned.split("/")).splitlines() if "==" in line}
+    assert wanted <= set(tidy_text.hashed_pins(locked)), "run `make lock`"
+    assert "://" not in locked
+
+
+def test_every_page_and_every_example_is_listed_and_every_decision_has_its_number() -> None:
+    pages = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if path != DOCS / "README.md")
+    assert tidy_text.missing_links(read("docs", "README.md"), pages) == []
+    scripts = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+    assert tidy_text.missing_links(read("examples", "README.md"), scripts) == []
+    assert tidy_text.check_numbers([path.name for path in (DOCS / "adr").glob("*.md")]) == []
+
+
+def test_reference_of_the_api_is_current() -> None:
+    pytest.importorskip("torch")
+    path = DOCS / "reference" / "generate_api.py"
+    module = runpy.run_path(str(path))
+    assert module["PAGE"].read_text(encoding="utf-8") == module["page"](), f"run python {path.relative_to(ROOT)}"
+
+
+def misfits(broken: Break) -> list[str]:
+    """Its text, if that is not once in the file, and names of tests that none of its files has."""
+    files, _, names = broken.tests.partition(" -k ")
+    shown = "".join(map(read, files.split())) + read("tests", "native", "ranks.py")  # which names the layouts
+    unknown = [name for name in re.findall(r"\w+", names) if name != "or" and name not in shown]
+    return unknown if read(broken.file).count(broken.old) == 1 else [broken.old, *unknown]
+
+
+def test_each_break_fits_its_file_and_has_tests() -> None:
+    assert {broken.name: found for broken in BREAKS if (found := misfits(broken))} == {}
+    assert misfits(dataclasses.replace(BREAKS[0], old="}", tests="tests/conftest.py -k no_such")) == ["}", "no_such"]
+
+
+def test_what_is_said_to_be_as_in_horovod_has_a_test() -> None:
+    def has_test(file: str, name: str) -> bool:
+        return (ROOT / file).is_file() and f"def {name}(" in read(file)
+
+    page = read("docs", "reference", "horovod-parity.md")
+    assert page.count("| better |") > 20
+    assert tidy_text.parity_findings(page, has_test) == []
+
+
+def test_pages_are_plain() -> None:
+    pages = [path for path in repository_files(".md") if path not in GENERATED]
+    findings = [
+        finding(path, *item) for path in pages for item in tidy_words.check_page(path.read_text(encoding="utf-8"))
+    ]
+    assert not findings, report(findings)
+
+
+def test_docstrings_and_messages_are_plain() -> None:
+    findings = [
+        finding(path, *item) for path in modules() for item in tidy_words.check_source(path.read_text(encoding="utf-8"))
+    ]
+    assert not findings, report(findings)
+
+
+def test_documents_get_no_longer() -> None:
+    words = sum(len(path.read_text(encoding="utf-8").split()) for path in DOCS.rglob("*.md"))
+    assert words <= WORDS_IN_DOCS, f"{words} words: shorten a page before you lengthen another"
+    assert words > WORDS_IN_DOCS - 6000, f"WORDS_IN_DOCS can be {words}"
+
+
+def _product(*sizes: int) -> list[tuple[str, dict[str, int]]]:
+    combinations = itertools.product(*map(range, sizes))
+    return [(f"test[{values}]", {f"p{i}": value for i, value in enumerate(values)}) for values in combinations]
+
+
+def _traits(cases: list[tuple[str, dict[str, int]]]) -> list[tuple[str, set[object]]]:
+    return [(name, set(params.items())) for name, params in cases]
+
+
+@pytest.mark.parametrize("sizes", [(3, 4), (2, 3, 7), (40,)], ids=str)
+@pytest.mark.parametrize("most", [1, 1000])
+def test_every_value_of_every_parameter_occurs(sizes: tuple[int, ...], most: int) -> None:
+    cases = _product(*sizes)
+    chosen = spread(_traits(cases), most)
+    taken = [params for name, params in cases if name in chosen]
+    for i, size in enumerate(sizes):
+        assert {params[f"p{i}"] for params in taken} == set(range(size))
+    assert min(most, len(cases)) <= len(chosen) <= max(most, sum(sizes))
+    assert chosen == spread(_traits(cases[::-1]), most), "the order of the cases makes no difference"
+
+
+def test_every_pair_of_values_of_any_two_parameters_occurs() -> None:
+    cases = _product(3, 4, 5)
+    taken = [params for name, params in cases if name in pairwise(cases)]
+    for a, b in itertools.combinations(("p0", "p1", "p2"), 2):
+        assert {(params[a], params[b]) for params in taken} == {(params[a], params[b]) for _, params in cases}
+    assert len(taken) < len(cases) / 2
+
+
+@pytest.mark.parametrize("cases", [_product(100), _product(2, 3), _product(4, 5)[1:]], ids=len)
+def test_few_cases_and_those_of_one_list_or_no_product_are_all_taken(
+    cases: list[tuple[str, dict[str, int]]],
+) -> None:
+    assert pairwise(cases) == {name for name, _ in cases}
+
+
+def test_parameters_in_a_row_count_as_one() -> None:
+    rows = [(object(), object()) for _ in range(9)]
+    cases: list[tuple[str, dict[str, object]]] = [
+        (f"{i} {a} {b}", {"one": one, "a": a, "b": b, "other": other})
+        for i, (one, other) in enumerate(rows)
+        for a in range(3)
+        for b in range(3)
+    ]
+    assert len(some_of(cases)) == len(cases)
+    chosen = some_of(cases, rows=[("a",), ("one", "other")])
+    assert CASES < len(chosen) < len(cases) / 2
+    assert {name[:-2] for name in chosen} == {name[:-2] for name, _ in cases}
+
+
+def test_of_random_schedules_alone_some_are_taken() -> None:
+    assert len(some_of([(f"test[{seed}]", {"seed": seed}) for seed in range(9)])) == SEEDS
+
+
+def test_numbers_are_at_their_ceilings() -> None:
+    measured = tidy_ceilings.numbers(tidy_graph.read_native(ROOT))
+    findings = compare(measured, tidy_ceilings.read_ceilings())
+    assert not findings, report([*findings, "python tests/tidy/tidy_ceilings.py --write lowers ceilings"])
+
+
+@pytest.mark.parametrize(
+    ("measured", "ceilings", "expected"),
+    [
+        ({"files that name joining": Number(2, lambda: "a.c b.c")}, {}, "2, and the ceiling is 0\na.c b.c"),
+        ({"functions": Number(50)}, {"functions": 100}, "functions: 50, below the ceiling of 100: write 50"),
+        ({"declarations of a.h": Number(25)}, {}, "declarations of a.h: 25, and the ceiling is 24"),
+        ({}, {"functions": 100}, "functions: delete the row"),
+    ],
+)
+def test_what_is_off_its_ceiling_is_found(measured: dict[str, Number], ceilings: dict[str, int], expected: str) -> None:
+    (finding,) = compare(measured, ceilings)
+    assert finding.endswith(expected)
+
+
+NATIVE = {
+    "base/a.h": "void hr_a(void);\nint hr_table(void);\n",
+    "base/a.c": '#include "base/a.h"\n#include "base/b.h"\n'
+    "static int find(void) { return 1; }\nvoid hr_a(void) { hr_b(); }\nint hr_table(void) { return find(); }\n",
+    "base/b.h": "void hr_b(void);\nHR_INLINE void hr_twice(void) { hr_b(); }\ntypedef void (*horo_hook)(int);\n",
+    "base/b.c": '#include "base/b.h"\n'
+    "static int find(void) { return 2; }\nvoid hr_b(void) { self->hr_a(); /* hr_a() */ find(); }\n",
+    "base/c.c": '#include "base/c_template.h"\n',
+    "base/c_template.h": "static void of_c(void) { hr_of_d(); }\n",
+    "base/d.c": '#include "base/c_template.h"\nvoid hr_of_d(void) {}\n',
+}
+
+
+def test_files_and_modules_use_each_other_in_one_direction() -> None:
+    assert tidy_graph.native_graph(tidy_graph.read_native(ROOT)).circle() == ""
+    assert tidy_graph.python_graph(tidy_graph.read_python(ROOT)).circle() == ""
+
+
+def test_a_call_through_a_pointer_or_of_a_static_function_makes_no_circle() -> None:
+    graph = tidy_graph.native_graph(NATIVE)
+    assert graph.edges["base/a.c"] == {"base/b.h": "included", "base/b.c": "hr_a calls hr_b"}
+    assert graph.edges["base/c.c"] == {"base/d.c": "of_c calls hr_of_d"}  # of the template; d.c calls itself
+    assert graph.circle() == ""
+
+
+CIRCLES = [
+    ({"base/b.c": "static void find(void) { hr_a(); }\nvoid hr_b(void) { find(); }\n"}, "base/a.c (find calls hr_a)"),
+    ({"base/a.h": '#include "base/b.h"\n', "base/b.h": '#include "base/a.h"\nvoid hr_b(void);\n'}, "a.h (included)"),
+    (
+        {
+            "base/a.h": "HR_INLINE int hr_x(void) { return hr_b(); }\n",
+            "base/b.c": '#include "base/a.h"\nint hr_b(void) { return 0; }\n',
+        },
+        "base/b.c (hr_x calls hr_b)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "step"), CIRCLES)
+def test_a_circle_of_calls_includes_or_inline_functions_is_named(changes: dict[str, str], step: str) -> None:
+    assert step in tidy_graph.native_graph(NATIVE | changes).circle()
+
+
+def test_declarations_are_functions_that_a_header_offers() -> None:
+    assert tidy_graph.declarations(NATIVE["base/b.h"]) == 2
+    assert tidy_graph.declarations("struct hr_x;\nstruct hr_x { int (*read)(void); };\nextern int a;\n") == 0
+
+
+def test_a_subject_is_named_outside_its_rooms_in_code_alone() -> None:
+    names = {
+        "engine/a.c": "/* a joined rank */ int x;",
+        "engine/b.c": 'const char *text = "has joined";',
+        "engine/join.c": "int hr_join(void);",
+        "engine/c.c": "void f(void) { pthread_join(thread, 0); }",
+        "wire/wire.h": "int joined;",
+    }
+    number = tidy_ceilings.numbers(names)["files that name joining outside its rooms"]
+    assert (number.value, number.why()) == (1, "engine/b.c")
+
+
+MODULES = {
+    "horo": "", "horo.a": "from horo import b\n", "horo.b": "if TYPE_CHECKING:\n    from . import c\n",
+    "horo.c": "def f():\n    from horo.a import name\n", "horo.p": "from horo.p.inner import x\n",
+    "horo.p.inner": "import horo.a\n",
+}  # fmt: skip
+
+
+def test_circles_of_modules_have_imports_for_types_and_in_functions() -> None:
+    assert "horo.c (line 2)" in tidy_graph.python_graph(MODULES).circle()
+    ended = MODULES | {"horo.c": "import json\n"}
+    assert tidy_graph.python_graph(ended).circle() == ""
+    assert "horo.p (line 1)" in tidy_graph.python_graph(ended | {"horo.p.inner": "from . import y\n"}).circle()

@@ -5,7 +5,6 @@ calls, and from a file to a header that it includes. A template is read as a par
 through a pointer are no edges: a pointer is how a lower room reaches a higher one without knowing it.
 """
 
-import ast
 import graphlib
 import itertools
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from tidy_c import COMMENT, LITERAL, code_only, is_static, items
 from tidy_files import tree_of
+from tidy_python import imports
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"', re.MULTILINE)
 _CALL = re.compile(r"(?<![\w.>])([a-z_]\w*)\s*\(")
@@ -122,27 +122,13 @@ def python_graph(texts: Mapping[str, str]) -> Graph:
     """
     graph = Graph()
     for module, text in texts.items():
-        for target, line in imports_of(module, text, is_package=f"{module}." in _prefixes(texts)):
+        is_package = any(name.startswith(f"{module}.") for name in texts)
+        package = module if is_package else module.rpartition(".")[0]
+        for target, line, _ in imports(tree_of(text), package, for_types=True):
             known = target if target in texts else target.rpartition(".")[0]
             if known in texts:
                 graph.add(module, known, f"line {line}")
     return graph
-
-
-def _prefixes(texts: Mapping[str, str]) -> set[str]:
-    return {name[: match.end()] for name in texts for match in re.finditer(r"\.", name)}
-
-
-def imports_of(module: str, text: str, *, is_package: bool = False) -> Iterator[tuple[str, int]]:
-    """(dotted name, line) of all imports; of ``from a import b`` the name is ``a.b``."""
-    for node in ast.walk(tree_of(text)):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parents = module.split(".")
-            kept = parents[: len(parents) - node.level + is_package] if node.level else []
-            base = ".".join([*kept, *filter(None, [node.module])])
-            yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names)
 
 
 def read_native(root: Path) -> dict[str, str]:

@@ -108,8 +108,8 @@ def check_sizes(path: Path, text: str) -> list[str]:
     return found
 
 
-def imports(tree: ast.Module, package: str) -> Iterator[tuple[str, int, bool]]:
-    """Every import at run time as (absolute module, line, at module level)."""
+def imports(tree: ast.Module, package: str, *, for_types: bool = False) -> Iterator[tuple[str, int, bool]]:
+    """Every import as (absolute module, line, at module level); ``for_types``: those that no run does, too."""
 
     def visit(node: ast.AST, is_top: bool) -> Iterator[tuple[str, int, bool]]:
         for child in _inner(node):
@@ -121,7 +121,7 @@ def imports(tree: ast.Module, package: str) -> Iterator[tuple[str, int, bool]]:
                     parents = package.split(".")[: len(package.split(".")) - child.level + 1]
                     base = ".".join([*parents, base]).rstrip(".")
                 yield from ((f"{base}.{alias.name}", child.lineno, is_top) for alias in child.names)
-            elif not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+            elif for_types or not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
                 is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
                 yield from visit(child, is_top and not is_function)
 
