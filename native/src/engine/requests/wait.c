@@ -142,7 +142,7 @@ int hr_requests_wait(struct hr_requests *requests, int64_t *handle, int32_t time
         hr_meter_block(&requests->meter, 0, hr_ticks());
     }
     int fits = 1; /* else it lies in memory that the core has allocated, which a call that offers its own takes */
-    for (int i = 0; request->gathered != NULL && i < request->call.tensor_count; i++) {
+    for (int i = 0; status == HORO_OK && request->gathered != NULL && i < request->call.tensor_count; i++) {
         fits &= request->gathered[i].is_given || (request->call.flags & HORO_SUBMIT_OFFER) == 0;
     }
     if (status < 0) {
