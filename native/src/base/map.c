@@ -38,26 +38,21 @@ void *hr_map_find(const struct hr_map *map, uint64_t hash, const char *key, size
     return locate(map, hash, key, key_bytes)->value;
 }
 
-static hr_status grow(struct hr_map *map) {
-    struct hr_map larger = {.capacity = map->capacity == 0 ? 64 : 2 * map->capacity, .count = map->count};
-    larger.slots = calloc(larger.capacity, sizeof *larger.slots);
-    if (larger.slots == NULL) {
-        return HORO_ERR_RESOURCE;
-    }
-    for (size_t i = 0; i < map->capacity; i++) {
-        const struct hr_map_slot *slot = &map->slots[i];
-        if (slot->value != NULL) {
-            *locate(&larger, slot->hash, slot->key, slot->key_bytes) = *slot;
-        }
-    }
-    free(map->slots);
-    *map = larger;
-    return HORO_OK;
-}
-
 hr_status hr_map_insert(struct hr_map *map, uint64_t hash, const char *key, size_t key_bytes, void *value) {
     if (2 * (map->count + 1) > map->capacity) {
-        HR_TRY(grow(map));
+        struct hr_map larger = {.capacity = map->capacity == 0 ? 64 : 2 * map->capacity, .count = map->count};
+        larger.slots = calloc(larger.capacity, sizeof *larger.slots);
+        if (larger.slots == NULL) {
+            return HORO_ERR_RESOURCE;
+        }
+        for (size_t i = 0; i < map->capacity; i++) {
+            const struct hr_map_slot *slot = &map->slots[i];
+            if (slot->value != NULL) {
+                *locate(&larger, slot->hash, slot->key, slot->key_bytes) = *slot;
+            }
+        }
+        free(map->slots);
+        *map = larger;
     }
     *locate(map, hash, key, key_bytes) = (struct hr_map_slot){hash, key, key_bytes, value};
     map->count++;

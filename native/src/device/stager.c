@@ -262,39 +262,30 @@ static void await_event(const struct hr_device *device, void *event) {
 }
 
 /*
- * Likewise: until what the program has put on its default stream has ended, and what that waits for, as it mostly does
- * for its other streams, which are not known here. 0: the driver refuses that.
- */
-static int await_program(const struct hr_device *device) {
-    const struct hr_cuda *cuda = device->cuda;
-    void *event = NULL;
-    if (hr_device_refuse_capture(device, NULL, NULL) != HORO_OK ||
-        cuda->event_create(&event, HR_CUDA_EVENT_DISABLE_TIMING) != HR_CUDA_OK) {
-        return 0;
-    }
-    const int is_marked = cuda->event_record(event, NULL) == HR_CUDA_OK;
-    if (is_marked) {
-        await_event(device, event);
-    }
-    (void)cuda->event_destroy(event);
-    return is_marked;
-}
-
-/*
  * To free pinned memory waits for all that runs on the device, perhaps for ever, and a driver may keep other
- * calls of the program's meanwhile. So it waits here.
+ * calls of the program's meanwhile. So it waits here, also until what the program has put on its default stream has
+ * ended, and what that waits for, as it mostly does for its other streams, which are not known here.
  */
 static void free_device(struct hr_stager *stager, struct hr_device *device) {
+    const struct hr_cuda *cuda = device->cuda;
     struct hr_device_visit visit;
     if (!atomic_load(&stager->is_kept) && hr_device_enter(device, &visit, NULL) == HORO_OK) {
-        int has_blocks = 0;
+        int has_blocks = 0, is_quiet = 0;
+        void *event = NULL;
         for (const struct hr_block *block = stager->idle; block != NULL; block = block->next) {
             if (block->device == device) {
                 has_blocks = 1;
                 await_event(device, block->copied);
             }
         }
-        const int is_quiet = has_blocks && await_program(device);
+        if (has_blocks && hr_device_refuse_capture(device, NULL, NULL) == HORO_OK &&
+            cuda->event_create(&event, HR_CUDA_EVENT_DISABLE_TIMING) == HR_CUDA_OK) {
+            is_quiet = cuda->event_record(event, NULL) == HR_CUDA_OK;
+            if (is_quiet) {
+                await_event(device, event);
+            }
+            (void)cuda->event_destroy(event);
+        }
         for (struct hr_block **link = &stager->idle; is_quiet && *link != NULL;) {
             struct hr_block *block = *link;
             if (block->device != device) {

@@ -78,30 +78,11 @@ uint32_t hr_engine_blocked_question(const struct hr_engine *engine) {
 /* ---- The message to rank 0, which the driver writes ---- */
 
 /* The next one but for those behind a refusal, which are not announced: a rank has each name once. */
-static const struct hr_request *next_announced(const struct hr_lane *lane, const struct hr_request *request) {
+static const struct hr_request *next_announced(const struct hr_port *port, const struct hr_request *request) {
     do {
-        request = hr_port_next(&lane->port, request);
+        request = hr_port_next(port, request);
     } while (request != NULL && request->is_behind);
     return request;
-}
-
-static int put_lane(const struct hr_lane *lane, struct hr_buffer *out) {
-    const uint64_t team = (uint64_t)lane->team->id;
-    uint32_t count = 0;
-    for (const struct hr_request *request = NULL; (request = next_announced(lane, request)) != NULL;) {
-        count++;
-    }
-    const struct hr_wire_lane head = {
-        .team = (uint32_t)lane->team->number, .members = (uint32_t)lane->team->size,
-        .executed = lane->executor.place, .count = count + (lane->port.state == HR_PORT_PAUSED)};
-    HR_TRY(hr_wire_put_lane(out, &head));
-    HR_TRY(lane->port.state == HR_PORT_PAUSED ? hr_wire_put_hash(out, HR_WIRE_ALL_NAMES) : HORO_OK);
-    const struct hr_request *request = NULL;
-    while ((request = next_announced(lane, request)) != NULL) {
-        const uint64_t hash = request->name_hash ^ (team << 32 | team);
-        HR_TRY(hr_wire_put_hash(out, hash == HR_WIRE_ALL_NAMES ? hash + 1 : hash));
-    }
-    return HORO_OK;
 }
 
 /* With the lock held, so that what is pending and what is executed are of one moment. */
@@ -116,8 +97,22 @@ static int put_report(struct hr_engine *engine, const struct hr_buffer *moves, s
     HR_TRY(hr_wire_put(out, &message));
     for (int number = 0; number < HR_TEAMS_MAX; number++) { /* in the order of the message */
         const struct hr_port *port = engine->requests.places[number].port;
-        if (port != NULL) {
-            HR_TRY(put_lane(port->lane, out));
+        if (port == NULL) {
+            continue;
+        }
+        const uint64_t team = (uint64_t)port->team->id;
+        const int is_paused = port->state == HR_PORT_PAUSED;
+        struct hr_wire_lane head = {.team = (uint32_t)number, .members = (uint32_t)port->team->size,
+                                    .executed = port->lane->executor.place, .count = (uint32_t)is_paused};
+        const struct hr_request *request = NULL;
+        while ((request = next_announced(port, request)) != NULL) {
+            head.count++;
+        }
+        HR_TRY(hr_wire_put_lane(out, &head));
+        HR_TRY(is_paused ? hr_wire_put_hash(out, HR_WIRE_ALL_NAMES) : HORO_OK);
+        while ((request = next_announced(port, request)) != NULL) {
+            const uint64_t hash = request->name_hash ^ (team << 32 | team);
+            HR_TRY(hr_wire_put_hash(out, hash == HR_WIRE_ALL_NAMES ? hash + 1 : hash));
         }
     }
     return HORO_OK;
