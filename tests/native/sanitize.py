@@ -32,7 +32,7 @@ teams timeline waits
 """
 # What else reads and writes memory, in one thread or as the random schedules do.
 _MEMORY = """
-adasum calls cross device_libraries gather kernel large_moves refusal transport transport_own tuning wire
+adasum calls cross device_libraries gather kernel large_moves refusal transport transport_own wire
 """
 FILES = {"thread": _RACES.split(), "address": [*_RACES.split(), *_MEMORY.split()]}
 """The files of a sanitizer's run; `HORO_ALL_CASES=1`, as of `make test-all`, takes all."""

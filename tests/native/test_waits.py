@@ -1,8 +1,8 @@
 """Waits: one call for submit, wait and release, several threads or requests at once, signals beside a stopped peer."""
 
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from types import ModuleType
 
@@ -115,44 +115,14 @@ def test_what_run_refuses_leaves_nothing_behind(rank: Rank) -> None:
 WAITERS = 6
 
 
-class Waiters:
-    """Threads that are in one call each. They live to the end of the test, so that each has an identity of its own."""
-
-    def __init__(self, rank: Rank) -> None:
-        self._rank = rank
-        self._over = threading.Event()
-        self._threads: list[threading.Thread] = []
-        self.outcomes: list[BaseException | None] = []
-        """What each call has raised."""
-
-    def start(self, call: Callable[[], object]) -> None:
-        """Starts a thread; returns once it waits in the core, which notes callers when it has found their request."""
-
-        def body() -> None:
-            outcome = None
-            try:
-                call()
-            except BaseException as error:
-                outcome = error
-            self.outcomes.append(outcome)
-            assert self._over.wait(60)
-
-        thread = threading.Thread(target=body, daemon=True)
-        self._threads.append(thread)
-        thread.start()
-        wait_for(lambda: thread.ident in self._rank.context.callers())
-
-    def await_all(self) -> None:
-        """Waits until all have returned."""
-        wait_for(lambda: len(self.outcomes) == len(self._threads))
-
-    def __enter__(self) -> "Waiters":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        for thread in self._threads:
-            thread.join(60)
+def begin(
+    pool: ThreadPoolExecutor, rank: Rank, handle: int, calls: Sequence[Callable[[int], object]]
+) -> list[Future[object]]:
+    """Each in a thread of its own; returns once all wait in the core, which notes who has found the request."""
+    known = len(rank.context.callers())
+    begun = [pool.submit(call, handle) for call in calls]
+    wait_for(lambda: len(rank.context.callers()) == known + len(begun))
+    return begun
 
 
 @pytest.mark.parametrize("way", ["wait", "finish", "wait_any", "release"])
@@ -165,13 +135,10 @@ def test_each_waiter_returns_when_the_request_is_done(rank: Rank, way: str) -> N
             rank.await_mark(f"may reduce {name}")
             rank.allreduce(array, name)
         return
-    with Waiters(rank) as waiters:
+    waiting = {"finish": rank.context.finish, "wait_any": lambda handle: rank.context.wait_any([handle, handle])}
+    with ThreadPoolExecutor(WAITERS) as pool:
         handle = rank.submit("allreduce", "a", [array], reduce_op=SUM)
-        for _ in range(WAITERS):
-            if way == "wait_any":
-                waiters.start(lambda: rank.context.wait_any([handle, handle]))
-            else:
-                waiters.start(lambda: rank.context.finish(handle) if way == "finish" else rank.context.wait(handle))
+        waits = begin(pool, rank, handle, [waiting.get(way, rank.context.wait)] * WAITERS)
         rank.mark("may reduce a")
         if way == "release":
             wait_for(lambda: rank.context.release_if_done(handle))
@@ -179,8 +146,7 @@ def test_each_waiter_returns_when_the_request_is_done(rank: Rank, way: str) -> N
             with suppress(UsageError):  # one that finishes may have released it
                 rank.context.finish_or_keep(handle)
         following = rank.submit("allreduce", "b", [np.ones(4)], reduce_op=SUM)
-        waiters.await_all()
-        assert waiters.outcomes == [None] * WAITERS
+        assert [wait.result(60) for wait in waits] == [None] * WAITERS
         assert array.tolist() == [3.0] * 4
         rank.mark("may reduce b")
         rank.finish(following)
@@ -193,18 +159,17 @@ def test_each_waiter_gets_the_sentence_of_the_error(rank: Rank) -> None:
         with pytest.raises(MismatchError):
             rank.allreduce(np.ones(5), "x")
         return
-    with Waiters(rank) as waiters:
+    with ThreadPoolExecutor(WAITERS) as pool:
         handle = rank.submit("allreduce", "x", [np.ones(4)], reduce_op=SUM)
-        for call in [rank.context.wait, rank.context.finish] * (WAITERS // 2):
-            waiters.start(lambda call=call: call(handle))
+        waits = begin(pool, rank, handle, [rank.context.wait, rank.context.finish] * (WAITERS // 2))
         rank.mark("may reduce")
-        waiters.await_all()
-        # One that finishes releases the handle: who comes only then, on a busy machine, waits for none.
-        waited = [outcome for outcome in waiters.outcomes if type(outcome) is not UsageError]
-        assert waited
-        for outcome in waited:
-            assert isinstance(outcome, MismatchError)
-            assert "[4]" in str(outcome) and "[5]" in str(outcome)
+        outcomes = [wait.exception(60) for wait in waits]
+    # One that finishes releases the handle: who comes only then, on a busy machine, waits for none.
+    waited = [outcome for outcome in outcomes if type(outcome) is not UsageError]
+    assert waited
+    for outcome in waited:
+        assert isinstance(outcome, MismatchError)
+        assert "[4]" in str(outcome) and "[5]" in str(outcome)
 
 
 @on_ranks([2])
@@ -232,15 +197,13 @@ def test_an_end_of_the_context_lets_those_that_wait_return(rank: Rank) -> None:
     if rank.rank == 1:
         rank.await_mark("is over")
         return
-    with Waiters(rank) as waiters:
+    with ThreadPoolExecutor(WAITERS) as pool:
         handle = rank.submit("allreduce", "x", [np.ones(4)], reduce_op=SUM)
-        waiters.start(lambda: rank.context.wait_any([handle, handle]))
-        for _ in range(WAITERS - 1):
-            waiters.start(lambda: rank.context.wait(handle))
+        calls = [lambda handle: rank.context.wait_any([handle, handle]), *[rank.context.wait] * (WAITERS - 1)]
+        waits = begin(pool, rank, handle, calls)
         rank.context.destroy()
-        waiters.await_all()
-        ends = [type(outcome) for outcome in waiters.outcomes if outcome is not None]
-        assert ends == [AbortedError] * (WAITERS - 1)
+        assert waits[0].result(60) is None
+        assert [type(wait.exception(60)) for wait in waits[1:]] == [AbortedError] * (WAITERS - 1)
     rank.mark("is over")
 
 

@@ -313,36 +313,28 @@ def test_a_changed_object_is_not_unpickled(ranks2: RankPool, tmp_path: Path, ope
                 return hvd.broadcast_object(objects[hvd.rank()], root_rank=0, name="x")
             return hvd.allgather_object(objects[hvd.rank()], name="x")
 
-        def note(self: object_mac.ObjectKey, rank: int, data: bytes) -> bytes:
+        def seal(self: object_mac.ObjectKey, rank: int, data: bytes) -> bytes:
             seals.append(real(self, rank, data))
-            return seals[-1]
-
-        def note_headers(self: object_mac.ObjectKey, *arguments: Any, headers: bytes, **more: Any) -> None:
-            earlier.append(headers)
-            real_init(self, *arguments, headers=headers, **more)
-
-        def tamper(self: object_mac.ObjectKey, rank: int, data: bytes) -> bytes:
-            if hvd.rank() != 0:
-                return real(self, rank, data)
+            if hvd.rank() != 0 or len(seals) == 1:  # the first call is left alone
+                return seals[-1]
             return {
-                "replaced": lambda: real(self, rank, data)[:32] + evil,
+                "replaced": lambda: seals[-1][:32] + evil,
                 "without-mac": lambda: evil,
                 "replayed": lambda: seals[0],
                 "replayed-with-headers": lambda: seals[0],
                 "of-another-rank": lambda: real(self, 1 - rank, evil),
             }[attack]().ljust(32 + len(data), b"\0")
 
-        def tamper_headers(self: object_mac.ObjectKey, *arguments: Any, headers: bytes, **more: Any) -> None:
+        def init(self: object_mac.ObjectKey, *arguments: Any, headers: bytes, **more: Any) -> None:
+            earlier.append(headers)
             if attack == "replayed-with-headers" and hvd.rank() == 1:
                 headers = earlier[0]
             real_init(self, *arguments, headers=headers, **more)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(object_mac.ObjectKey, "seal", note)
-            patch.setattr(object_mac.ObjectKey, "__init__", note_headers)
+            patch.setattr(object_mac.ObjectKey, "seal", seal)
+            patch.setattr(object_mac.ObjectKey, "__init__", init)
             assert run() == whole
-            patch.setattr(object_mac.ObjectKey, "seal", tamper)
-            patch.setattr(object_mac.ObjectKey, "__init__", tamper_headers)
             if operation == "broadcast" and hvd.rank() == 0:
                 assert run() == whole
             else:
