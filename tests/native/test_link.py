@@ -156,24 +156,6 @@ def test_without_any_links_for_data_what_moves_none_works(rank: Rank) -> None:
 PIECE_BYTES = 1 << 17
 
 
-@pytest.mark.parametrize("sockets_per_peer", [2, 8])
-@on_ranks([1, 1, 1], "sockets_per_peer", tcp=True, spin_us=0, segment_bytes=1 << 21)
-def test_waits_sleep_on_every_socket(rank: Rank, sockets_per_peer: int) -> None:
-    """Nobody spins, and segments of many pieces keep all sockets busy."""
-    numbers = np.arange(300_000, dtype=np.float64)
-    for size in (1, 2, 3, 1000, 4097, 300_000):
-        arrays = [numbers[:size] * (rank.rank + 1) for _ in range(3)]
-        rank.finish(*[rank.submit("allreduce", f"{size} {i}", [each], reduce_op=1) for i, each in enumerate(arrays)])
-        assert all(np.array_equal(each, numbers[:size] * 6) for each in arrays)
-        rank.allgather(numbers[:size])
-        for root in range(3):
-            rank.broadcast(np.full(size, rank.rank), root)
-    rank.meet()
-    assert rank.context.counters()["sleeps"] > 0
-    received = [received_bytes(rank.group.data_end(rank.rank, number)) for number in range(2 * sockets_per_peer)]
-    assert min(received) > 0, received
-
-
 def test_the_bytes_are_shared_among_the_sockets() -> None:
     values = np.ones(1 << 20, np.float32)
     with Group([1, 1], sockets_per_peer=4, tcp=True, segment_bytes=1 << 20) as group:
