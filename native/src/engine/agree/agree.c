@@ -288,9 +288,7 @@ static int put_entry(struct hr_agree *agree, struct hr_agree_entry *entry, struc
     if (agree->config.capacity > 0 && !entry->decoded.transient) {
         id = entry->id != 0 ? entry->id : hr_agree_pick_id(agree);
     }
-    if (id != 0) {
-        HR_TRY(hr_agree_assign(agree, entry, id));
-    }
+    HR_TRY(id != 0 ? hr_agree_assign(agree, entry, id) : HORO_OK);
     return hr_wire_put_ref(out, id, name_of(entry));
 }
 

@@ -104,9 +104,7 @@ int hr_agree_begin_absence(struct hr_agree *agree, struct hr_agree_entry *entry)
     for (struct hr_agree_entry *other = agree->lists[HR_AGREE_WAITING].first; other != NULL; other = next) {
         next = other->next;
         hr_agree_count_absent(agree, other);
-        if (other != entry) {
-            HR_TRY(hr_agree_complete_if_all(agree, other));
-        }
+        HR_TRY(other == entry ? HORO_OK : hr_agree_complete_if_all(agree, other));
     }
     return HORO_OK;
 }

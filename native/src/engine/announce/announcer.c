@@ -83,14 +83,12 @@ int hr_announcer_put_id(struct hr_announcer *announcer, const struct hr_request 
 }
 
 int hr_announcer_put_full(struct hr_announcer *announcer, struct hr_request *request) {
-    struct hr_wire_message message = {
-        .type = HR_WIRE_REQUEST, .rank = announcer->team->node->rank, .status = request->refused,
-        .rows = request->rows, .request = {.bytes = request->bytes, .byte_count = request->byte_count}};
-    if (request->refused != 0) {
-        message.text = (struct hr_wire_text){request->error_text, strlen(request->error_text)};
-    }
+    const char *reason = request->refused == 0 ? "" : request->error_text;
     request->announced_id = 0;
-    return hr_announcer_put(announcer, &message);
+    return hr_announcer_put(announcer, &(struct hr_wire_message){
+        .type = HR_WIRE_REQUEST, .rank = announcer->team->node->rank, .status = request->refused,
+        .text = {reason, strlen(reason)}, .rows = request->rows,
+        .request = {.bytes = request->bytes, .byte_count = request->byte_count}});
 }
 
 int hr_announcer_put(struct hr_announcer *announcer, const struct hr_wire_message *message) {

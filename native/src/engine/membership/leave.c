@@ -24,7 +24,7 @@ static uint64_t count_moves(const struct hr_engine *engine) {
     uint64_t moves = hr_drive_moves(&engine->drive);
     for (int i = 0; i < node->local_size; i++) {
         if (i != node->local_rank) {
-            /* partner: show_moves */
+            /* partner: begin_wait */
             moves += atomic_load_explicit(&node->arena.blocks[i].moves, memory_order_relaxed);
         }
     }
