@@ -1,7 +1,9 @@
-"""Real jobs: hororun as a process, with a mark by which everything it has started can be found."""
+"""Real jobs: hororun as a process, with a mark by which all that it has started is found; what a process has open."""
 
 import contextlib
+import gc
 import os
+import pickle
 import random
 import signal
 import socket
@@ -48,6 +50,37 @@ def run_python(
     """Runs a Python with these words; ``environment``: added to this process's. Other options are those of ``run``."""
     options = {"env": {**os.environ, **(environment or {})}, "timeout": TORCH_S, **options}
     return subprocess.run([sys.executable, *words], check=check, capture_output=True, text=True, **options)
+
+
+def open_descriptors() -> set[tuple[str, str]]:
+    """The number of each open descriptor and what it refers to; what only garbage holds is closed first.
+
+    Nothing is left open where ``open_descriptors() <= before``: threads of earlier tests may have closed more.
+    """
+    gc.collect()
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one that the folder was read with
+            found.add((entry.name, str(entry.readlink())))
+    return found
+
+
+def in_child(act: Callable[[], Any]) -> Any:
+    """What ``act()`` returns in a forked child, which must end well."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.write(writer, pickle.dumps(act()))
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as stream:
+        answer = stream.read()
+    assert os.waitpid(child, 0) == (child, 0)
+    return pickle.loads(answer)
 
 
 def wait_until(true: Callable[[], object], what: str, every_s: float = 0.01, deadline_s: float = DEADLINE_S) -> None:

@@ -13,10 +13,10 @@ import native_build
 import numpy as np
 import pytest
 import wire_oracle as oracle
-from descriptors import open_descriptors
 from fabric import close_setup, make_setups
 from hypothesis import given
 from hypothesis import strategies as st
+from jobs import open_descriptors
 from links import CONTROL, DATA
 from ranks import Group, Rank, Written, on_ranks
 from wire_oracle import framed

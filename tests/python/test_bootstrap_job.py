@@ -10,9 +10,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from descriptors import open_descriptors
 from fabric import close_setup
-from jobs import wait_until
+from jobs import open_descriptors, wait_until
 from joining import environments, join_all, run_threads, serving
 from wiring import check_wiring
 

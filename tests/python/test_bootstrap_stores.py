@@ -11,9 +11,8 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from descriptors import open_descriptors
 from fabric import close_setup
-from jobs import DEADLINE_S, port_for_later, wait_until
+from jobs import DEADLINE_S, open_descriptors, port_for_later, wait_until
 from joining import SECRET, environments, join_all, run_threads, serving
 from rank_pool import RankPool
 

@@ -7,10 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from descriptors import open_descriptors
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jobs import wait_until
+from jobs import open_descriptors, wait_until
 from joining import SECRET, run_threads
 from plain_ranks import PlainRanks
 from wiring import check_links

@@ -8,10 +8,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from descriptors import open_descriptors
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import wait_until
+from jobs import open_descriptors, wait_until
 
 from horo.bootstrap.auth.frames import Opener, Sealer, pack_fields, unpack_fields
 from horo.bootstrap.auth.handshake import Acceptor, Claim, HandshakeError, Purpose, authenticate

@@ -13,8 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from forked import in_child
-from jobs import wait_until
+from jobs import in_child, wait_until
 from rank_pool import on
 from small_model import made, make_loss, make_model, sgd, take_step
 

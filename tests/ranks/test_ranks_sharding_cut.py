@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked import in_child
+from jobs import in_child
 from rank_pool import RankPool, on, on_own
 from small_model import (
     OwnOptimizer,

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from descriptors import open_descriptors
 from interrupts import interrupt
-from jobs import state_of, wait_until
+from jobs import open_descriptors, state_of, wait_until
 from rank_pool import RankPool, on, on_own
 from small_model import Pair, assert_same_state, bits_of, cutting, make_loss, make_pair, take_steps, train_pair
 

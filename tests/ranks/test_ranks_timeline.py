@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import in_child
-from jobs import DEADLINE_S, run_python
+from jobs import DEADLINE_S, in_child, run_python
 from rank_pool import RankPool, on, on_own
 from trace_events import names_of_rows, parse_timeline, rows_of
 

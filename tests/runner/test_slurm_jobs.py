@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from descriptors import open_descriptors
-from jobs import Hororun
+from jobs import Hororun, open_descriptors
 from joining import SECRET
 
 from horo.bootstrap.auth.credential_file import CredentialFile

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from descriptors import open_descriptors
+from jobs import open_descriptors
 from rank_pool import RankPool
 from torch import nn
 from torch.distributed.fsdp import fully_shard

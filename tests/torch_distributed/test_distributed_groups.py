@@ -18,8 +18,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from descriptors import open_descriptors
-from jobs import run_python, wait_until
+from jobs import open_descriptors, run_python, wait_until
 from rank_pool import RankPool, on
 from torch.utils.data import DataLoader, TensorDataset
 
