@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 
 
+class LeftError(Exception):
+    """By which a signal handler of a test leaves a call."""
+
+
 def interrupt(
     call: Callable[[], Any], error: type[BaseException], is_there: Callable[[], bool], every_s: float = 0.05
 ) -> None:

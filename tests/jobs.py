@@ -145,6 +145,11 @@ class Launched:
         texts = [(text or b"").decode("utf-8", "replace") for text in (out, err)]
         return subprocess.CompletedProcess(self.process.args, self.process.returncode, *texts)
 
+    def end_by(self, number: int) -> subprocess.CompletedProcess[str]:
+        """Sends hororun a signal, and waits for its end."""
+        self.process.send_signal(number)
+        return self.finish()
+
     def said_until(self, words: str) -> str:
         """Its output up to a line with the words."""
         said = ""

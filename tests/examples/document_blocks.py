@@ -48,13 +48,7 @@ def runs_here(block: Block) -> bool:
     """Whether the block is run as it stands, and this torch has what it uses."""
     if block.mark or ("scaler" in block.code and not hasattr(torch.amp, "GradScaler")):
         return False
-    return ".numpy()" not in block.code or reads_numpy()
-
-
-def reads_numpy() -> bool:
-    """Whether torch can use the numpy that is installed."""
     try:
-        torch.ones(1).numpy()
-    except RuntimeError:
+        return ".numpy()" not in block.code or torch.ones(1).numpy() is not None
+    except RuntimeError:  # torch cannot use the numpy that is installed
         return False
-    return True

@@ -8,7 +8,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+from unittest.mock import Mock
 
 import allreduce
 import autotune
@@ -30,7 +31,7 @@ import suite
 import torch
 import two_hosts
 import wakes
-from contest import Contest, ContestError, Turn
+from contest import ContestError, Turn
 from devices import CPU
 from example_runs import LIMIT_SECONDS, ROOT, start, why_gloo_cannot
 from jobs import TORCH_S, wait_until
@@ -148,12 +149,11 @@ def test_steps_through_torch_distributed_are_judged_beside_gloo_and_horos_optimi
     assert "moved the parameters by 2.1, those of horo dist by 2" in bad.wrong["gloo"]
 
 
-SHORT = ["--max", "4K", "--step", "32", "--rounds", "2", "--turn-ms", "1", "--peers", "horo,gloo"]
-
-
 def test_measures_two_libraries_and_writes_what_it_measured(tmp_path: Path) -> None:
     file = tmp_path / "made" / "out.json"
-    done = start([sys.executable, str(FOLDER / "allreduce.py"), *SHORT, "--json", str(file)])
+    done = start(
+        [sys.executable, str(FOLDER / "allreduce.py"), *f"{QUICK} --max 4K --step 32".split(), "--json", str(file)]
+    )
     document = json.loads(file.read_text())
 
     assert document["benchmark"] == "allreduce"
@@ -231,36 +231,15 @@ def test_the_check_exits_with_0_when_short_and_1_when_something_broke(
     assert "check.py: allreduce: rank 1 of gloo died; quick: True" in capsys.readouterr().err
 
 
-class TwoChecks:
-    """A contest of one contestant, whose results are right until it has had a turn."""
-
-    def __init__(self) -> None:
-        self.peers, self.checks, self.turns = [peers.HORO], 0, 0
-
-    def prepare(self, *_: object) -> str:
-        return ""
-
-    def check(self, *_: object) -> str:
-        self.checks += 1
-        return "3 elements" if self.turns else ""
-
-    def turn(self, *_: object, **__: object) -> Turn:
-        self.turns += 1
-        return Turn(5.0, [])
-
-    def probe(self) -> float:
-        return 200.0
-
-    def forget(self, *_: object) -> None:
-        """Nothing to give back."""
-
-
 @pytest.mark.parametrize(("check_before", "checks"), [(True, 2), (False, 1)])
 def test_results_are_checked_after_the_rounds_in_any_case(check_before: bool, checks: int) -> None:
-    contest = TwoChecks()
+    """In a contest of one contestant, whose results are right until it has had a turn."""
+    contest = Mock(peers=[peers.HORO])
+    contest.prepare.return_value, contest.probe.return_value, contest.turn.return_value = "", 200.0, Turn(5.0, [])
+    contest.check.side_effect = lambda *_: "3 elements" if contest.turn.called else ""
     plan = rounds.Plan(rounds=2, calls=3, check_before=check_before)
-    (result,) = rounds.play(cast(Contest, contest), "allreduce", [rounds.Case("4 B", {})], plan)
-    assert (contest.checks, contest.turns) == (checks, 2)
+    (result,) = rounds.play(contest, "allreduce", [rounds.Case("4 B", {})], plan)
+    assert (contest.check.call_count, contest.turn.call_count) == (checks, 2)
     assert result.wrong == {"horo": "3 elements"}
 
 

@@ -435,10 +435,6 @@ def test_the_piece_trains_as_one_process_does(hororun: Hororun, tmp_path: Path, 
         done = hororun.start(*words, environment=environment, cwd=tmp_path).finish(IMPORTS_S)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert done.stdout.splitlines().count("ok") == (1 if name == "ray" else 2), done.stdout
-    written = {
-        "transformers": "training_args.bin",
-        "accelerate-hvd": "model.safetensors",
-        "skorch-hvd": "params.pt",
-    }
+    written = {"transformers": "training_args.bin", "accelerate-hvd": "model.safetensors", "skorch-hvd": "params.pt"}
     if name in written:  # by rank 0
         assert [*(tmp_path / "out").rglob(written[name])], [*tmp_path.rglob("*")]

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -139,11 +140,8 @@ def test_missing_mpi4py_under_mpirun_says_what_to_install_and_under_srun_slurm_d
 def test_whether_there_is_an_mpi_is_known_without_starting_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpi_launch, "mpi_importable", lambda: True)
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
-
-    def explain(name: str) -> Any:
-        raise RuntimeError("cannot load MPI library\nlibmpi.so: no such file\nlibmpi.so.12: no such file")
-
-    monkeypatch.setattr(mpi_launch, "find_spec", explain)
+    error = RuntimeError("cannot load MPI library\nlibmpi.so: no such file\nlibmpi.so.12: no such file")
+    monkeypatch.setattr(mpi_launch, "find_spec", Mock(side_effect=error))
     said = "mpi4py finds no MPI library (cannot load MPI library; libmpi.so: no such file)"
     assert mpi_launch.why_no_mpi() == said
     monkeypatch.setattr(mpi_launch, "find_spec", lambda name: object())
@@ -307,11 +305,8 @@ def test_who_is_not_alone_or_wants_to_be_is_not_told(environ: dict[str, str], ca
 def test_missing_library_shows_what_mpi4py_said(monkeypatch: pytest.MonkeyPatch) -> None:
     package = ModuleType("mpi4py")
     package.__spec__ = importlib.util.spec_from_loader("mpi4py", None)
-
-    def explain(name: str) -> Any:
-        raise RuntimeError("cannot load MPI library\nlibmpi.so: no such file")
-
-    package.__getattr__ = explain  # type: ignore[method-assign]
+    error = RuntimeError("cannot load MPI library\nlibmpi.so: no such file")
+    package.__getattr__ = Mock(side_effect=error)  # type: ignore[method-assign]
     monkeypatch.setitem(sys.modules, "mpi4py", package)
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
     with pytest.raises(ResourceError, match=r"cannot load MPI library; libmpi.so: no such file.*MPI4PY_LIBMPI="):

@@ -325,10 +325,7 @@ def test_nothing_of_past_starts_piles_up_in_the_store(server: StoreServer) -> No
 
 
 def test_failed_context_closes_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(setup: object, **_: object) -> None:
-        raise ResourceError("no memory")
-
-    monkeypatch.setattr(running_rank, "Context", refuse)
+    monkeypatch.setattr(running_rank, "Context", Mock(side_effect=ResourceError("no memory")))
     before = open_descriptors()
     with pytest.raises(ResourceError, match="no memory"):
         start({})

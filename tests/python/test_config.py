@@ -5,6 +5,7 @@ import runpy
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -270,23 +271,18 @@ def test_a_list_of_sources_that_is_none_is_ignored(text: str) -> None:
     assert settings_of(read_config(environ)).source("spin_us") == "HORO_SPIN_US"
 
 
-class TunedContext:
-    """What autotuning has come to."""
-
-    def __init__(self, **values: int) -> None:
-        self.values = values
-
-    def tuning(self) -> tuple[dict[str, int], bool]:
-        return {**dict.fromkeys(KNOBS, 1), **self.values}, False
+def tuned_context(values: dict[str, int]) -> Any:
+    """It has what autotuning has come to."""
+    return Mock(tuning=lambda: ({**dict.fromkeys(KNOBS, 1), **values}, False))
 
 
 def test_what_autotuning_has_changed_is_shown_in_the_unit_of_the_setting() -> None:
     start = {"segment": 1 << 20, "sockets": 1, "fusion": 1 << 27, "cycle": 2500, "overlap": 2}
-    assert tuned_settings(TunedContext(**start), start) == {}
-    changed = TunedContext(segment=4096, sockets=3, fusion=0, cycle=1250, overlap=1, piece=8192)
+    assert tuned_settings(tuned_context(start), start) == {}
+    changed = {"segment": 4096, "sockets": 3, "fusion": 0, "cycle": 1250, "overlap": 1, "piece": 8192}
     expected = {"segment_bytes": 4096, "sockets_per_peer": 3, "fusion_threshold": 0, "cycle_time_ms": 1.25}
     expected |= {"overlap": "never"}
-    assert tuned_settings(changed, start) == expected
+    assert tuned_settings(tuned_context(changed), start) == expected
     settings = settings_of(read_config({"HORO_OVERLAP": "always", "HORO_SPIN_US": "7"})).tuned(expected)
     assert {name: settings[name] for name in expected} == expected
     assert {settings.source(name) for name in expected} == {"autotune"}

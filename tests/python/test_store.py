@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -283,10 +284,7 @@ def test_the_log_of_refused_connections_reports_once_a_minute_and_counts_the_res
 
 
 def test_reporter_that_raises_does_not_end_the_service(caplog: pytest.LogCaptureFixture) -> None:
-    def fail(sentence: str) -> None:
-        raise RuntimeError("reporter broke")
-
-    with StoreServer(["127.0.0.1"], SECRET, on_refused=fail) as server:
+    with StoreServer(["127.0.0.1"], SECRET, on_refused=Mock(side_effect=RuntimeError("it broke"))) as server:
         with raw(server) as connection:
             connection.sendall(b"?" * 100)
             wait_until(lambda: "reporting a refused connection failed" in caplog.text, "the failure is in the log")

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from jobs import run_python, wait_until
@@ -340,18 +341,9 @@ def test_the_file_and_its_rows_keep_the_mode_that_the_file_had(tmp_path: Path) -
 @pytest.mark.parametrize("kind", [UsageError, ResourceError])
 def test_the_job_is_left_and_the_error_is_of_its_kind(monkeypatch: pytest.MonkeyPatch, kind: type[HoroError]) -> None:
     """A file may be named wrong; a thread that cannot be started is no mistake of the caller's."""
-    left: list[bool] = []
-
-    class Job:
-        def close(self) -> None:
-            left.append(True)
-
-    def refuse(*_: object, **__: object) -> None:
-        raise kind("it cannot be")
-
-    monkeypatch.setattr(timeline, "start_timeline", refuse)
-    job: Any = Job()
+    monkeypatch.setattr(timeline, "start_timeline", Mock(side_effect=kind("it cannot be")))
+    job = Mock()
     with pytest.raises(HoroError, match=r"^HORO_TIMELINE: it cannot be$") as caught:
         timeline.begin_timeline(job, read_config({"HORO_TIMELINE": "t.json"}))
     assert type(caught.value) is kind
-    assert left == [True]
+    job.close.assert_called_once_with()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -122,9 +123,7 @@ def test_an_exception_beside_the_lock_of_a_start_is_the_one_that_is_raised(monke
     gate.set()
 
 
-def test_a_thread_that_cannot_start_is_told_while_another_error_is_handled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_thread_that_cannot_start_is_told_while_another_error_is_handled(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_args: Any, **_named: Any) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -280,9 +279,7 @@ def test_optimizers_count_as_hooked_where_torchs_own_have_no_mark(monkeypatch: p
         assert private.has_step_hooks(Unhooked())
 
 
-def test_older_torch_skips_code_by_another_function_or_does_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_older_torch_skips_code_by_another_function_or_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     skipped: list[Any] = []
     frames = SimpleNamespace(skip_code=skipped.append)
     for namespace in (SimpleNamespace(_dynamo=SimpleNamespace(eval_frame=frames)), SimpleNamespace()):
@@ -355,20 +352,13 @@ def test_strangers_get_nothing_and_takers_the_file() -> None:
 def test_a_giver_gives_up() -> None:
     with pytest.raises(ResourceError, match=r"^3 of 3 ranks did not come for shared memory$"):
         _give(FileGiver(), 3, timeout_s=0.0)
-
-    def ended() -> None:
-        raise ResourceError("the job has ended")
-
     with pytest.raises(ResourceError, match=r"^the job has ended$"):
-        _give(FileGiver(), 3, check=ended)
+        _give(FileGiver(), 3, check=Mock(side_effect=ResourceError("the job has ended")))
 
 
 def test_a_process_of_another_user_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: socket.socket) -> None:
-        raise HandshakeError("it belongs to user 7")
-
     giver = FileGiver()
-    monkeypatch.setattr(passed_file, "check_user", refuse)
+    monkeypatch.setattr(passed_file, "check_user", Mock(side_effect=HandshakeError("it belongs to user 7")))
     with pytest.raises(ResourceError, match="it belongs to user 7"):
         take_file(giver.address, 20.0)
     giver.close()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from interrupts import LeftError
 from rank_pool import on, on_own
 
 import horo.torch as hvd
@@ -254,10 +255,6 @@ def test_an_object_that_cannot_be_pickled_leaves_nobody_waiting() -> None:
     assert hvd.allgather_object(hvd.rank()) == [0, 1]
 
 
-class _LeftError(Exception):
-    pass
-
-
 @pytest.mark.parametrize("operation", ["broadcast", "allgather"])
 @on_own(2)
 def test_a_call_that_was_left_between_its_halves_refuses_no_later_one(operation: str) -> None:
@@ -274,11 +271,11 @@ def test_a_call_that_was_left_between_its_halves_refuses_no_later_one(operation:
             return real(*arguments, **options)
         if hvd.rank() == 1:
             (start_broadcast if operation == "broadcast" else real)(*arguments, **options)
-        raise _LeftError
+        raise LeftError
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(objects, "run_broadcast" if operation == "broadcast" else "start_allgather", leave)
-        with pytest.raises(_LeftError):
+        with pytest.raises(LeftError):
             run()
     for _ in range(3):
         assert run() == (8 if operation == "broadcast" else [8, 8])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from interrupts import do_at
+from interrupts import LeftError, do_at
 from rank_pool import RankPool, on
 from small_model import made, make_loss, mean_gradients
 
@@ -240,10 +240,6 @@ def _double(value: torch.Tensor) -> None:
     value.grad.mul_(2)
 
 
-class _Interrupt(Exception):
-    pass
-
-
 @pytest.mark.parametrize("bucket_bytes", [1, 2 << 16])
 def test_training_goes_on_wherever_a_signal_handler_ends_a_hook(ranks2_always: RankPool, bucket_bytes: int) -> None:
     def check() -> int:
@@ -256,7 +252,7 @@ def test_training_goes_on_wherever_a_signal_handler_ends_a_hook(ranks2_always: R
             nonlocal is_over
             is_over = any(frame.name == "run_ended" for frame in traceback.extract_stack())
             if not is_over:
-                raise _Interrupt
+                raise LeftError
 
         while not is_over:
             for step in range(3 if at == 0 else 1):
@@ -269,7 +265,7 @@ def test_training_goes_on_wherever_a_signal_handler_ends_a_hook(ranks2_always: R
             loss = make_loss(model, hvd.rank(), 7)
             try:
                 do_at(loss.backward, at, handler)
-            except _Interrupt:
+            except LeftError:
                 at += 1
         backward_hooks.BUCKET_BYTES = bytes_before
         optimizer.zero_grad()
@@ -279,12 +275,8 @@ def test_training_goes_on_wherever_a_signal_handler_ends_a_hook(ranks2_always: R
     assert counts[0] == counts[1] > 20
 
 
-class _StopError(Exception):
-    pass
-
-
 def _fail() -> None:
-    raise _StopError
+    raise LeftError
 
 
 _FORMS: dict[str, Callable[[torch.Tensor, str], Any]] = {
@@ -323,7 +315,7 @@ def test_memory_stays_wherever_the_interrupt_comes(form: str, warm: bool) -> Non
         before = runtime.core.counters()["requests"]
         tensor = torch.ones(8)
         memory = weakref.ref(tensor)
-        with contextlib.suppress(_StopError):
+        with contextlib.suppress(LeftError):
             more = do_at(lambda: call(tensor, names[-1]), len(names) - 1, _fail, {"horo_submit", "go_on"})  # noqa: B023
         del tensor
         gc.collect()  # frames that the exception has kept

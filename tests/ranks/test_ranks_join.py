@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from interrupts import interrupt
+from interrupts import LeftError, interrupt
 from jobs import wait_until
 from rank_pool import on
 from small_model import assert_close, batches, make_loss, make_model, take_step
@@ -289,10 +289,6 @@ def test_another_job_begins_without_those_who_had_joined() -> None:
     assert hvd.join() in {0, 1}
 
 
-class _StopError(Exception):
-    pass
-
-
 def interrupted_join() -> None:
     """A join whose wait an exception of a signal handler ends; this rank counts as joined in all its process sets."""
     joining: Any = runtime.current().joining
@@ -301,7 +297,7 @@ def interrupted_join() -> None:
         current = joining._round
         return current is not None and len(current.handles) == len(current.teams)
 
-    interrupt(hvd.join, _StopError, has_joined)
+    interrupt(hvd.join, LeftError, has_joined)
 
 
 @contextmanager
@@ -462,10 +458,10 @@ def test_an_exception_at_the_end_of_a_join_leaves_no_round_behind() -> None:
 
         def interrupted() -> None:
             current.restart_names = restart
-            raise _StopError
+            raise LeftError
 
         current.restart_names = interrupted
-        with pytest.raises(_StopError):
+        with pytest.raises(LeftError):
             hvd.join()
     for _ in range(2):
         assert hvd.join() in (0, 1)

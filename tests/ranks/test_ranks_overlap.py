@@ -186,9 +186,6 @@ def test_the_first_hooks_of_a_backward_may_come_in_two_threads_at_once(groups: i
         sys.setswitchinterval(turn_s)
 
 
-Loss = Callable[[], torch.Tensor]
-
-
 def _leaves(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
     return [torch.zeros(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
@@ -197,7 +194,7 @@ def _numbers(start: int, end: int) -> torch.Tensor:
     return torch.arange(float(start), float(end), dtype=torch.float64)
 
 
-def _case(kind: str) -> tuple[list[torch.Tensor], Loss, list[torch.Tensor]]:
+def _case(kind: str) -> tuple[list[torch.Tensor], Callable[[], torch.Tensor], list[torch.Tensor]]:
     """Parameters, a loss that is linear in them, and its gradients."""
     if kind == "stack":
         leaves = _leaves(*[(3,)] * 4)

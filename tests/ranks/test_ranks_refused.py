@@ -54,18 +54,10 @@ def _with_tangent(operation: Any, *options: Any) -> Callable[[Any, str | None], 
     return call
 
 
+_NAMES = "allgather allreduce allreduce_ alltoall broadcast broadcast_ grouped_allreduce reducescatter"
 WITH_TANGENT = {
-    f"tangent, {operation.__name__}": _with_tangent(operation, *options)
-    for operation, *options in (
-        (hvd.allgather,),
-        (hvd.allreduce,),
-        (hvd.allreduce_,),
-        (hvd.alltoall,),
-        (hvd.broadcast, 0),
-        (hvd.broadcast_, 0),
-        (hvd.grouped_allreduce,),
-        (hvd.reducescatter,),
-    )
+    f"tangent, {name}": _with_tangent(getattr(hvd, name), *([0] if "broadcast" in name else []))
+    for name in _NAMES.split()
 }
 CALLS: dict[str, Callable[[Any, str | None], Any]] = {
     "adasum": lambda x, name: hvd.allreduce(x, op=hvd.Adasum, name=name),
@@ -131,9 +123,7 @@ REFUSALS: list[tuple[str, Any, Any, str]] = [
     ("splits", [1, 1], [1, 1, 1], "splits; 2 ranks take part"),
     ("splits", lambda: torch.tensor([1, 1]), ONES, "it must be a 1-D tensor of integers"),
     ("alltoall", ONES, torch.ones(3), "3 rows cannot be split evenly"),
-    ("allgather", ONES, torch.tensor(1.0), "a scalar has no first dimension"),
-    ("reducescatter", ONES, torch.tensor(1.0), "a scalar has no first dimension"),
-    ("root", 0, 7, "root_rank 7 is not a rank of this job"),
+    *((call, ONES, torch.tensor(1.0), "a scalar has no first dimension") for call in ("allgather", "reducescatter")),
     ("root", 1, True, "root_rank True is not a rank of this job"),
     ("op", hvd.Sum, 99, "op=99 is not a reduction"),
     ("op", hvd.Sum, True, "op=True is not a reduction"),
@@ -147,13 +137,12 @@ REFUSALS: list[tuple[str, Any, Any, str]] = [
     ("postscale", 1.0, 1j, "postscale_factor must be one real number, not 1j"),
     ("compression", hvd.Compression.fp16, 3, "compression must be a Compressor"),
     ("compression to scatter", hvd.Compression.none, 3, "compression must be a Compressor"),
-    ("grouped_allreduce", [ONES], [], "the list of tensors is empty"),
-    ("grouped_allgather", [ONES], [], "the list of tensors is empty"),
-    ("grouped_reducescatter", [ONES], [], "the list of tensors is empty"),
+    *(
+        (f"grouped_{call}", [ONES], [], "list of tensors is empty")
+        for call in ("allreduce", "allgather", "reducescatter")
+    ),
     ("sparse", lambda: torch.ones(2).to_sparse(), ONES, "expected a sparse tensor in COO form"),
-    ("root of an object", 0, 7, "root_rank 7 is not a rank of this job"),
-    ("root of parameters", 0, 7, "root_rank 7 is not a rank of this job"),
-    ("root of state", 0, 7, "root_rank 7 is not a rank of this job"),
+    *((f"root{of}", 0, 7, "root_rank 7 is not a") for of in ("", " of an object", " of parameters", " of state")),
     ("parameters", ONES, "word", "'a' is no tensor but str"),
 ]
 

@@ -94,8 +94,7 @@ def test_ctrl_c_ends_it_without_a_traceback(hororun: Hororun, tmp_path: Path) ->
     job = hororun.start("-np", "2", *words)
     out = tmp_path / "rank.0" / "stdout"
     wait_until(lambda: out.exists() and rows_in(out.read_text()), "a size is measured", deadline_s=3 * TORCH_S)
-    job.process.send_signal(signal.SIGINT)
-    done = job.finish()
+    done = job.end_by(signal.SIGINT)
     assert done.returncode == 130
     assert done.stderr == "hororun: SIGINT: ranks 0-1 were ended\n"
 
@@ -126,9 +125,6 @@ def test_every_element_of_a_sum_is_compared(make: Any, count: int) -> None:
     assert count_wrong(values, 100) == count
 
 
-NAMES = ("allreduce", "reducescatter", "alltoall", "allgather", "broadcast")
-
-
 def moved_by(operation: str, jobs: list[Part], given: list[Any]) -> list[Any]:
     """What each rank gets, from what all give, by the definition of the operation."""
     if operation == "broadcast":
@@ -142,7 +138,7 @@ def moved_by(operation: str, jobs: list[Part], given: list[Any]) -> list[Any]:
     return [np.concatenate([np.split(array, len(jobs))[job.rank] for array in given]) for job in jobs]
 
 
-@pytest.mark.parametrize("operation", NAMES)
+@pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize(("ranks", "part"), [(2, 1), (2, 500), (3, 4), (4, 10)])
 def test_every_element_of_a_result_is_compared(operation: str, ranks: int, part: int) -> None:
     jobs = [Part(operation, rank, ranks, part * ranks) for rank in range(ranks)]

@@ -344,8 +344,7 @@ def test_a_rank_that_ctrl_c_ends_with_an_exception_is_no_cause(hororun: Hororun,
     )
     job = hororun.start("-np", "1", "--failure-seconds", "0", "--json-report", str(file), "--", str(script))
     flags.wait(["up"])
-    job.process.send_signal(signal.SIGINT)
-    assert job.finish().returncode == 130
+    assert job.end_by(signal.SIGINT).returncode == 130
     report = read(file)
     assert report["ranks"][0]["asked"] and report["cause"] is None
 

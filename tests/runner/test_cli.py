@@ -77,9 +77,10 @@ def test_training_options_become_variables_of_the_ranks() -> None:
         assert parsed(f"-np 1 {option} cmd").exports["HORO_STALL_CHECK_DISABLE"] == value
 
 
+OF_TEXT = "--output-filename --remote-python --remote-shell --mpirun -i"
+STALL_TIMES = "--stall-check-warning-time-seconds --stall-check-shutdown-time-seconds"
 WRONG = [
-    ("-np 0 cmd", "-np 0"),
-    ("-np -2 cmd", "-np -2"),
+    *((f"-np {count} cmd", f"-np {count}") for count in (0, -2)),
     ("-np two cmd", "'two'"),
     ("-np 2", "no command"),
     ("-np 2 --", "no command"),
@@ -109,15 +110,9 @@ WRONG = [
     ("-np 2 -m", "-m needs the name of a module"),
     ("train.py -np 2", "'-np' stands after the command 'train.py' and belongs to it"),
     ("-m train -n2", "'-n2' stands after the command '-m train' and belongs to it"),
-    ("-np 1 -H a:1 --output-filename  cmd", "its value is empty"),
-    ("-np 1 -H a:1 --remote-python  cmd", "its value is empty"),
-    ("-np 1 -H a:1 --remote-shell  cmd", "its value is empty"),
-    ("-np 1 -H a:1 --mpirun  cmd", "its value is empty"),
-    ("-np 1 -H a:1 -i  cmd", "its value is empty"),
-    ("-np 1 --no-prefix --prefix-timestamp cmd", "--prefix-timestamp has no effect beside --no-prefix"),
-    ("-np 1 --no-prefix --prefix-host cmd", "--prefix-host has no effect beside --no-prefix"),
-    ("-np 1 --no-stall-check --stall-check-warning-time-seconds 3 cmd", "warning-time-seconds has no effect beside"),
-    ("-np 1 --no-stall-check --stall-check-shutdown-time-seconds 3 cmd", "shutdown-time-seconds has no effect beside"),
+    *((f"-np 1 -H a:1 {option}  cmd", "its value is empty") for option in OF_TEXT.split()),
+    *((f"-np 1 --no-prefix --prefix-{what} cmd", f"-{what} has no effect beside") for what in ("timestamp", "host")),
+    *((f"-np 1 --no-stall-check {time} 3 cmd", f"{time} has no effect beside") for time in STALL_TIMES.split()),
     (
         "-np 1 --stall-check-warning-time-seconds 0 --stall-check-shutdown-time-seconds 3 cmd",
         "--stall-check-shutdown-time-seconds has no effect where --stall-check-warning-time-seconds is 0",

@@ -107,8 +107,7 @@ def test_a_signal_ends_all_ranks(hororun: Hororun, where: str, flags: Flags, num
     script += f"open('{flags.folder}/up.' + os.environ['HOROVOD_RANK'], 'w').close()\nwhile True: signal.pause()"
     job = hororun.start("-np", "3", sys.executable, "-S", "-c", script, where=where)
     flags.wait(["up.0", "up.1", "up.2"])
-    job.process.send_signal(number)
-    done = job.finish()
+    done = job.end_by(number)
     assert done.returncode == code
     assert sorted(done.stdout.splitlines()) == ["[0] saved", "[1] saved", "[2] saved"]
     assert done.stderr == f"hororun: {number.name}: ranks 0-2 were ended\n"
@@ -123,8 +122,7 @@ def test_ctrl_c_interrupts_first_then_terminates_then_kills(hororun: Hororun, wh
     script += "try:\n    while True: time.sleep(0.05)\nfinally: flag('finally')\n"
     job = hororun.start("-np", "3", "--grace-seconds", "3", sys.executable, "-c", script, where=where)
     flags.wait(["up.0", "up.1", "up.2"])
-    job.process.send_signal(signal.SIGINT)
-    done = job.finish()
+    done = job.end_by(signal.SIGINT)
     assert done.returncode == 130
     flags.wait(["finally.0", "atexit.0", "int.1", "int.2", "term.2"])
     assert "KeyboardInterrupt" in done.stderr

@@ -21,6 +21,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from unittest.mock import Mock
 
 import pyte
 import pytest
@@ -488,49 +489,19 @@ def free_port() -> int:
 # Off a terminal
 
 
-class NoTerminal:
-    """In the place of a console whose stderr is none."""
-
-    columns = 0
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-    def show_live(self, text: str) -> None:
-        assert not text
-
-
-class Clock:
-    """In the place of a loop: its timers are due when a test turns it on."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        self.calls: list[Callable[[], None]] = []
-
-    def watch(self, fd: int, **_calls: object) -> None:
-        assert fd >= 0
-
-    def call_later(self, _delay_s: float, call: Callable[[], None]) -> Timer:
-        self.calls.append(call)
-        return Timer(0.0, 0, call)
-
-    def second(self) -> None:
-        self.now_s += 1
-        self.calls.pop(0)()
-
-
 def test_off_a_terminal_there_is_a_line_every_30_seconds() -> None:
-    loop, console, reader = Clock(), NoTerminal(), NoteReader()
+    calls: list[Callable[[], None]] = []
+    loop, console, reader = Mock(now_s=0.0), Mock(columns=0), NoteReader()
+    loop.call_later = lambda _delay_s, call: calls.append(call) or Timer(0.0, 0, call)
     job = Job(size=1, command=("cmd",), live=True)
-    watching = Watching(loop, job, console, RanksSeen({0: reader}, {0: "a"}, list, "rank"))  # type: ignore[arg-type]
+    watching = Watching(loop, job, console, RanksSeen({0: reader}, {0: "a"}, list, "rank"))
     for second in range(1, 62):
         summary = {**asdict(after(2 * second)), "samples": [[], [], []], "unused": []}
         data = json.dumps({"now": summary}).encode() + b"\n"
         reader.feed(data)
         watching.on_event(Noted(0, data))
-        loop.second()
-    assert console.said == ["step 60 | 10 steps/s", "step 120 | 10 steps/s"]
+        loop.now_s += 1
+        calls.pop(0)()
+    assert [each.args for each in console.say.call_args_list] == [("step 60 | 10 steps/s",), ("step 120 | 10 steps/s",)]
+    assert not any(each.args[0] for each in console.show_live.call_args_list)
     watching.close()

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from jobs import Flags, Hororun, shell, wait_until
@@ -18,7 +19,7 @@ from horo.runner.config import Ssh
 from horo.runner.hosts import HostSpec
 from horo.runner.job.remote import RemoteHost
 from horo.runner.loop import Loop
-from horo.runner.processes import Guard, Tree
+from horo.runner.processes import Tree
 from horo.runner.start.ssh import SshLauncher
 
 
@@ -207,29 +208,19 @@ def test_a_proc_of_another_pid_namespace_is_not_believed(hororun: Hororun) -> No
     assert found.stdout == "set()\n"
 
 
-class Hung(Tree):
-    """A tree with a process that the kernel holds: it takes SIGKILL and stays."""
-
-    def find(self) -> set[int]:
-        return {HUNG}
-
-
 HUNG = 2_000_000_000
 """No pid: beyond what Linux gives."""
-
-
-class Orders(Guard):
-    def __init__(self) -> None: ...
-
-    def tell(self, tree: Tree, grace_s: float) -> None: ...
 
 
 @pytest.mark.parametrize("begin", [HostRanks.terminate, HostRanks.kill, HostRanks.interrupt])
 def test_a_process_that_hangs_in_the_kernel_is_given_up_behind_sigkill(
     loop: Loop, clock: Clock, monkeypatch: pytest.MonkeyPatch, begin: Callable[[HostRanks], None]
 ) -> None:
+    """It takes SIGKILL and stays."""
     events: list[Event] = []
-    ranks = HostRanks(loop, Orders(), Hung("mark"), 20.0, events.append)
+    tree = Tree("mark")
+    monkeypatch.setattr(tree, "find", lambda: {HUNG})
+    ranks = HostRanks(loop, Mock(), tree, 20.0, events.append)
     monkeypatch.setattr(loop._selector, "select", clock.select)
     begin(ranks)
     loop.run_until(lambda: ranks.finished or clock.now_s > 2000)

@@ -95,8 +95,7 @@ def test_a_signal_ends_all_ranks_whose_variables_are_on_no_command_line(
     flags.wait(["up.0", "up.1"])
     assert len(job.processes()) >= 4  # hororun, its guard, mpirun, two ranks
     assert job.processes("do-not-show-me") == []
-    job.process.send_signal(number)
-    done = job.finish()
+    done = job.end_by(number)
     assert done.returncode == 128 + number
     assert f"hororun: {number.name}: the job was ended\n" in done.stderr
 
@@ -157,8 +156,7 @@ def test_mpirun_gets_signals_that_users_trap_once(hororun: Hororun, fake: Path, 
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
         job.process.send_signal(number)
         wait_until(lambda n=number: list(flags.folder.glob(f"got.{int(n)}.*")) != [], "mpirun has it")
-    job.process.send_signal(signal.SIGTERM)
-    assert job.finish().returncode == 143
+    assert job.end_by(signal.SIGTERM).returncode == 143
     assert len({got.suffix for got in flags.folder.glob("got.*")}) == 1
 
 

@@ -46,44 +46,36 @@ _IN_ALL_JOBS = """
 --segment-bytes 8192|--spin-us 0|--overlap never|--gradients-ready step|--no-first-checks|--check-nan
 --gpu-operations nccl|--transport tcp|--sockets-per-peer 2
 """
+_IN_OWN_JOBS = """
+--min-np 1|--max-np 3 --min-np 1|--reset-limit 3 --min-np 1|--elastic-timeout 3 --min-np 1|--elastic-dir d --min-np 1
+--elastic-join now --min-np 1|--on-failure host --min-np 1|--blacklist-cooldown-range 5 60 --min-np 1
+--output rank0|--bind-to core|--bind-gpus|--store-port 5000|--no-torch-env|--master-port 5001|--prefix-host
+--json-report r.json|--summary|--no-summary|--live|--metrics-port 9400|--failure-seconds 3
+"""
+
+
+def rows(options: str, kinds: set[str]) -> dict[str, tuple[str, set[str]]]:
+    return {each.split()[0][2:].replace("-", "_"): (each, kinds) for each in re.split(r"[|\n]", options.strip())}
+
+
 EFFECT = {
-    **{each.split()[0][2:].replace("-", "_"): (each, JOBS) for each in re.split(r"[|\n]", _IN_ALL_JOBS.strip())},
+    **rows(_IN_ALL_JOBS, JOBS),
+    **rows(_IN_OWN_JOBS, OWN),
     "num_proc": ("-np 2", JOBS),
     "hosts": ("-H a:1,b:1", JOBS | {"check-hosts"}),
     "hostfile": ("--hostfile {file}", JOBS | {"check-hosts"}),
     "oversubscribe": ("--oversubscribe", NOT_BY_JSRUN),
-    "min_np": ("--min-np 1", OWN),
-    "max_np": ("--max-np 3 --min-np 1", OWN),
-    "reset_limit": ("--reset-limit 3 --min-np 1", OWN),
-    "elastic_timeout": ("--elastic-timeout 3 --min-np 1", OWN),
-    "elastic_dir": ("--elastic-dir d --min-np 1", OWN),
     "host_discovery_script": ("--host-discovery-script x", {"one-host", "by-slurm"}),
     "slots_per_host": ("--host-discovery-script x --slots-per-host 2", {"one-host", "by-slurm"}),
-    "elastic_join": ("--elastic-join now --min-np 1", OWN),
-    "on_failure": ("--on-failure host --min-np 1", OWN),
-    "blacklist_cooldown_range": ("--blacklist-cooldown-range 5 60 --min-np 1", OWN),
-    "output": ("--output rank0", OWN),
     "launcher": ("--gloo", {"one-host", "two-hosts", "check-hosts"}),
-    "bind_to": ("--bind-to core", OWN),
-    "bind_gpus": ("--bind-gpus", OWN),
     "horovod": ("--horovod", JOBS | {"check-build"}),
     "exports": ("-x A=1", JOBS),
     "network_interfaces": ("--network-interfaces lo", NOT_BY_JSRUN | {"check-hosts"}),
-    "store_port": ("--store-port 5000", OWN),
     "port_range": ("--port-range 40000-40100", JOBS | {"check-hosts"}),
-    "no_torch_env": ("--no-torch-env", OWN),
-    "master_port": ("--master-port 5001", OWN),
     "prefix_timestamp": ("--prefix-timestamp", NOT_BY_JSRUN),
-    "prefix_host": ("--prefix-host", OWN),
-    "json_report": ("--json-report r.json", OWN),
-    "summary": ("--summary", OWN),
-    "no_summary": ("--no-summary", OWN),
-    "live": ("--live", OWN),
-    "metrics_port": ("--metrics-port 9400", OWN),
     "attach": ("--attach 77", {"attach"}),
     "stacks": ("--stacks", {"attach"}),
     "verbose": ("--verbose", JOBS | {"check-hosts"}),
-    "failure_seconds": ("--failure-seconds 3", OWN),
     "start_timeout": ("--start-timeout 3", JOBS | {"check-hosts"}),
     "host_timeout": ("--host-timeout 3", REMOTE),
     "ssh_port": ("-p 2222", BY_SSH),
@@ -200,19 +192,12 @@ def test_a_variable_that_hororun_only_suggests_may_be_set(hororun: Hororun) -> N
 
 HOROVODS = """
 controller: mpi
-params:
-  fusion_threshold_mb: 32
-  cycle_time_ms: 2.5
-  cache_capacity: 16
+params: {fusion_threshold_mb: 32, cycle_time_ms: 2.5, cache_capacity: 16}
 timeline:
   filename: /tmp/timeline.json
   mark_cycles: true
-stall_check:
-  enabled: true
-  warning_time_seconds: 30
-  shutdown_time_seconds: 60
-logging:
-  level: INFO
+stall_check: {enabled: true, warning_time_seconds: 30, shutdown_time_seconds: 60}
+logging: {level: INFO}
 """
 SET = {
     "HORO_FUSION_THRESHOLD": str(32 << 20), "HORO_CYCLE_TIME": "2.5", "HORO_CACHE_CAPACITY": "16",

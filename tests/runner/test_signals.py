@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from jobs import Flags, Hororun, Launched, make_remote_shell, shell, state_of, wait_until
@@ -20,9 +21,14 @@ from horo.runner.processes import send_signal
 USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
 
 
-class Clock:
+class Job:
+    """Three hosts with the signals that each has got, by its agent or passed on, and calls whose time comes later."""
+
     def __init__(self) -> None:
+        self.got: list[list[int]] = [[], [], []]
+        self.hosts = [SimpleNamespace(pass_on=got.append) for got in self.got]
         self._due: list[Callable[[], None]] = []
+        self.signals = SignalsToRanks(self, lambda: self.hosts)
 
     def call_later(self, delay_s: float, call: Callable[[], None]) -> Timer:
         self._due.append(call)
@@ -34,30 +40,9 @@ class Clock:
         for call in due:
             call()
 
-
-class Host:
-    """Has got the signals that came to its agent, and those that were passed on to it."""
-
-    def __init__(self) -> None:
-        self.got: list[int] = []
-
-    def pass_on(self, number: int) -> None:
-        self.got.append(number)
-
-
-class Job:
-    def __init__(self) -> None:
-        self.hosts = [Host() for _ in range(3)]
-        self.clock = Clock()
-        self.signals = SignalsToRanks(self.clock, lambda: self.hosts)
-
     def agent_gets(self, host: int, number: int) -> None:
-        self.hosts[host].got.append(number)
+        self.got[host].append(number)
         self.signals.came_to(self.hosts[host], number)
-
-    @property
-    def got(self) -> list[list[int]]:
-        return [host.got for host in self.hosts]
 
 
 @pytest.mark.parametrize("agents", [[0], [2, 1], [0, 1, 2]])
@@ -65,8 +50,8 @@ def test_a_signal_to_some_agents_reaches_the_ranks_of_all_hosts_once(agents: lis
     job = Job()
     for agent in agents:
         job.agent_gets(agent, USR1)
-    job.clock.run()
-    job.clock.run()
+    job.run()
+    job.run()
     assert job.got == [[USR1]] * 3
 
 
@@ -74,11 +59,11 @@ def test_a_signal_to_hororun_and_to_its_agents_is_one() -> None:
     job = Job()
     job.agent_gets(0, USR1)
     job.signals.came_here(USR1)
-    job.clock.run()
+    job.run()
     assert job.got == [[USR1]] * 3
     job.signals.came_here(USR1)  # what the agents got with it is with the ranks, and goes no further
     job.signals.came_to(job.hosts[1], USR1)
-    job.clock.run()
+    job.run()
     assert job.got == [[USR1] * 2] * 3
 
 
@@ -86,15 +71,15 @@ def test_signals_that_differ_or_come_later_are_not_one() -> None:
     job = Job()
     job.agent_gets(0, USR1)
     job.agent_gets(1, USR2)
-    job.clock.run()
+    job.run()
     assert [sorted(got) for got in job.got] == [[USR1, USR2]] * 3
     job.agent_gets(2, USR1)
-    job.clock.run()
+    job.run()
     assert [got.count(USR1) for got in job.got] == [2] * 3
     job.signals.came_here(USR2)
-    job.clock.run()
+    job.run()
     job.agent_gets(2, USR2)
-    job.clock.run()
+    job.run()
     assert [got.count(USR2) for got in job.got] == [3] * 3
 
 
@@ -134,8 +119,7 @@ def test_signals_that_users_trap_reach_all_ranks(hororun: Hororun, where: str, f
     for number in TRAPPED:
         job.process.send_signal(number)
         have_come(flags, [number], 3)
-    job.process.send_signal(signal.SIGTERM)
-    assert job.finish().returncode == 143
+    assert job.end_by(signal.SIGTERM).returncode == 143
 
 
 def test_signals_that_come_to_agents_reach_all_ranks(hororun: Hororun, flags: Flags) -> None:
@@ -146,16 +130,14 @@ def test_signals_that_come_to_agents_reach_all_ranks(hororun: Hororun, flags: Fl
     for number in numbers:
         os.kill(job.agents()[0], number)
         have_come(flags, [number], 3)
-    job.process.send_signal(signal.SIGTERM)
-    assert job.finish().returncode == 143
+    assert job.end_by(signal.SIGTERM).returncode == 143
 
 
 @pytest.mark.parametrize("number", [signal.SIGQUIT, signal.SIGALRM, signal.SIGRTMIN + 1])
 def test_a_signal_without_trap_ends_ranks_and_is_named(hororun: Hororun, where: str, flags: Flags, number: int) -> None:
     job = hororun.start("-np", "3", *noting(flags, []), where=where)
     flags.wait(["up.0", "up.1", "up.2"])
-    job.process.send_signal(number)
-    done = job.finish()
+    done = job.end_by(number)
     assert done.returncode == 128 + number
     name = "signal 35" if number == signal.SIGRTMIN + 1 else signal.Signals(number).name
     assert f"was killed by {name}" in done.stderr
@@ -171,8 +153,7 @@ def test_a_signal_that_comes_twice_keeps_the_code_of_sys_exit(hororun: Hororun, 
     script += f"open(f'{flags.folder}/up.{{rank}}', 'w').close()\nsignal.pause()"
     job = hororun.start("-np", "2", "--", sys.executable, "-S", "-c", script, where=where)
     flags.wait(["up.0", "up.1"])
-    job.process.send_signal(USR1)
-    done = job.finish()
+    done = job.end_by(USR1)
     assert done.returncode == 75
     assert "ended with SystemExit: 75 (killed by SIGUSR1)" in done.stderr
 
@@ -182,8 +163,7 @@ def test_a_hangup_in_a_batch_job_is_a_signal_as_others(hororun: Hororun, flags: 
     (flags.folder / "nodes").write_text("localhost\nlocalhost\n")
     job = hororun.start("-np", "2", *noting(flags, [signal.SIGHUP], ends=True), environment=batch)
     flags.wait(["up.0", "up.1"])
-    job.process.send_signal(signal.SIGHUP)
-    assert job.finish().returncode == 0
+    assert job.end_by(signal.SIGHUP).returncode == 0
     have_come(flags, [signal.SIGHUP], 2)
 
 
@@ -210,8 +190,7 @@ def test_a_signal_ends_reaching_hosts(hororun: Hororun, tmp_path: Path, flags: F
     hororun.remote_shell = make_remote_shell(tmp_path, f": > {flags.folder}/called; sleep 60")
     job = hororun.start("-np", "1", "true", where="one:1")
     flags.wait(["called"])
-    job.process.send_signal(number)
-    done = job.finish()
+    done = job.end_by(number)
     assert done.returncode == 128 + number
     assert done.stderr.splitlines()[-1] == f"hororun: {number.name}: the job was ended"
 
@@ -238,8 +217,7 @@ def test_signals_that_are_blocked_where_hororun_starts(hororun: Hororun, fake: P
     script = f": > {flags.folder}/up; exec sleep 300"
     job = hororun.start("-np", "1", *words, "--", "sh", "-c", script, where=where, prefix=PREFIX)
     flags.wait(["up"])
-    job.process.terminate()
-    assert job.finish().returncode == 143
+    assert job.end_by(signal.SIGTERM).returncode == 143
 
 
 BATCH = [
@@ -267,8 +245,7 @@ def test_ranks_that_were_killed_because_it_ran_out_are_named(hororun: Hororun, w
     script = f"test $HOROVOD_RANK = 1 && {{ flag up; exec sleep 60; }}; {STUBBORN}"
     job = hororun.start("-np", "3", "--grace-seconds", "3", *shell(script, flags), where=where)
     flags.wait([f"up.{rank}" for rank in range(3)])
-    job.process.send_signal(signal.SIGTERM)
-    assert job.finish().stderr.splitlines() == [
+    assert job.end_by(signal.SIGTERM).stderr.splitlines() == [
         "hororun: SIGTERM: ranks 0-2 were ended",
         "hororun: ranks 0,2 did not end within 3 s of SIGTERM and were killed; --grace-seconds gives more",
     ]
@@ -289,8 +266,7 @@ def test_on_a_terminal_ctrl_c_tells_which_ranks_are_awaited(hororun: Hororun, wh
         return b"hororun: still waiting for the end of ranks 0,2; Ctrl-C again kills them" in said
 
     wait_until(told, "the ranks that run are named")
-    job.process.send_signal(signal.SIGINT)
-    assert job.finish().returncode == 130
+    assert job.end_by(signal.SIGINT).returncode == 130
     os.close(terminal)
     os.close(end)
 

@@ -15,7 +15,6 @@ import tidy_ceilings
 import tidy_graph
 import tidy_python
 import tidy_text
-import tidy_words
 from breaks.breaks import BREAKS, Break
 from cases import CASES, SEEDS, pairwise, some_of, spread
 from tidy_ceilings import Number, compare
@@ -116,9 +115,9 @@ READ: list[tuple[Any, Any]] = [
      ["a: 'perhaps' is no state"]),
     (tidy_text.parity_findings(ROW.format("better | how | `tests/a.py::t`"), lambda *_: False),
      ["a: there is no tests/a.py::t"]),
-    (tidy_words.check_source("raise ValueError(f'the host {host} was told of the end')\n"),
+    (tidy_text.check_source("raise ValueError(f'the host {host} was told of the end')\n"),
      [(1, "'was told': name who does what")]),
-    (tidy_words.check_source("NAMES = {'is told': 1}\n"), []),
+    (tidy_text.check_source("NAMES = {'is told': 1}\n"), []),
 ]  # fmt: skip
 
 
@@ -137,8 +136,8 @@ BAD_SENTENCES = [
 
 @pytest.mark.parametrize("sentence", BAD_SENTENCES)
 def test_a_bad_sentence_is_found(sentence: str) -> None:
-    assert tidy_words.check_page(f"# Title\n\nA page.\n{sentence}\n" if len(sentence) < 100 else f"{sentence}\n")
-    assert tidy_words.check_source(f'"""A module.\n\n{sentence}\n"""\n')
+    assert tidy_text.check_page(f"# Title\n\nA page.\n{sentence}\n" if len(sentence) < 100 else f"{sentence}\n")
+    assert tidy_text.check_source(f'"""A module.\n\n{sentence}\n"""\n')
 
 
 DOCS = ROOT / "docs"
@@ -286,14 +285,14 @@ def test_what_is_said_to_be_as_in_horovod_has_a_test() -> None:
 def test_pages_are_plain() -> None:
     pages = [path for path in repository_files(".md") if path not in GENERATED]
     findings = [
-        finding(path, *item) for path in pages for item in tidy_words.check_page(path.read_text(encoding="utf-8"))
+        finding(path, *item) for path in pages for item in tidy_text.check_page(path.read_text(encoding="utf-8"))
     ]
     assert not findings, report(findings)
 
 
 def test_docstrings_and_messages_are_plain() -> None:
     findings = [
-        finding(path, *item) for path in modules() for item in tidy_words.check_source(path.read_text(encoding="utf-8"))
+        finding(path, *item) for path in modules() for item in tidy_text.check_source(path.read_text(encoding="utf-8"))
     ]
     assert not findings, report(findings)
 
@@ -334,9 +333,7 @@ def test_every_pair_of_values_of_any_two_parameters_occurs() -> None:
 
 
 @pytest.mark.parametrize("cases", [_product(100), _product(2, 3), _product(4, 5)[1:]], ids=len)
-def test_few_cases_and_those_of_one_list_or_no_product_are_all_taken(
-    cases: list[tuple[str, dict[str, int]]],
-) -> None:
+def test_few_cases_and_those_of_one_list_or_no_product_are_all_taken(cases: list[tuple[str, dict[str, int]]]) -> None:
     assert pairwise(cases) == {name for name, _ in cases}
 
 
