@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import array
 import atexit
 import os
 import random
@@ -16,8 +15,8 @@ import sys
 import time
 from dataclasses import dataclass
 
-from horo.bootstrap import job as bootstrap
-from horo.core.context import DTYPES, OPS, REDUCE_OPS, RequestBuffer, Tensor
+from plain_rank import Rank
+
 from horo.errors import HorovodInternalError
 
 CODES = {"raise": 1, "late": 1, "wrapped": 1, "exit": 7, "vanish": 9, "kill": 137, "fault": 139}
@@ -86,14 +85,6 @@ def find_wrong(seed: int, remote_shell: str) -> str:
     return f"seed {seed}: {plan}: ranks {named}, code {done.returncode}:\n{done.stdout}{done.stderr}"
 
 
-def allreduce(job: bootstrap.Job, name: str) -> None:
-    values, result = array.array("f", [1.0]) * 100, array.array("f", [0.0]) * 100
-    tensor = Tensor(values.buffer_info()[0], result.buffer_info()[0], (100,), DTYPES["float32"])
-    job.context.finish(
-        job.context.submit(RequestBuffer.of(OPS["allreduce"], name, [tensor], reduce_op=REDUCE_OPS["sum"]))
-    )
-
-
 def fail(way: str) -> None:
     if way == "late":
         atexit.register(time.sleep, 0.5)  # a logger that flushes: the cause ends long after its victims
@@ -128,18 +119,19 @@ def main(seed: int) -> None:
     plan = Plan.of(seed)
     if plan.hosts == 2:
         os.environ["HORO_HOST_ID"] = os.environ["HOROVOD_HOSTNAME"]
-    job = bootstrap.start()
-    atexit.register(job.close)
+    rank = Rank()
+    number, _ = rank.start()
+    atexit.register(rank.close)
     try:
         for step in range(plan.steps):
-            allreduce(job, f"step {step}")
-        if job.rank == plan.culprit:
+            rank.allreduce(f"step {step}")
+        if number == plan.culprit:
             fail(plan.way)
-        allreduce(job, "last")
-        allreduce(job, "not reached")
+        rank.allreduce("last")
+        rank.allreduce("not reached")
     except HorovodInternalError as error:
         print(f"{type(error).__name__}: {error}")
-        answer(plan.answers[job.rank], error)
+        answer(plan.answers[number], error)
 
 
 if __name__ == "__main__":

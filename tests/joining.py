@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -42,20 +43,9 @@ def environments(
 
 def run_threads(functions: Sequence[Callable[[], T]]) -> list[T | BaseException]:
     """The result of each function, or what it raised; all run at once."""
-    results: list[T | BaseException] = [RuntimeError("did not end")] * len(functions)
-
-    def run(index: int) -> None:
-        try:
-            results[index] = functions[index]()
-        except BaseException as error:
-            results[index] = error
-
-    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return results
+    with ThreadPoolExecutor(len(functions)) as pool:
+        runs = [pool.submit(function) for function in functions]
+        return [run.exception(60) or run.result() for run in runs]
 
 
 class _OfThreads(threading.local):

@@ -177,6 +177,7 @@ def test_a_sleeper_whose_waker_died_hears_of_the_death(native: ModuleType, sleep
 
 # Two ranks map the memory of their host by its descriptor. What a process set has used is given back with it.
 SHARING = """
+from concurrent.futures import ThreadPoolExecutor
 from fabric import make_setups
 from horo.core import context, memory
 
@@ -206,11 +207,8 @@ def body(rank):
     rank.barrier("end")
     rank.context.destroy()
 
-threads = [threading.Thread(target=body, args=(rank,)) for rank in ranks]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
+with ThreadPoolExecutor() as pool:
+    [*pool.map(body, ranks)]
 print(*blocks, flush=True)
 os._exit(0)
 """

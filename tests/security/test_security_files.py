@@ -9,8 +9,6 @@ import os
 import pkgutil
 import re
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Any
 import cloudpickle
 import pytest
 from fabric import make_setups
-from jobs import Hororun, run_python
+from jobs import Hororun, run_python, wait_until
 from rank_pool import RankPool, on
 
 import horo.bootstrap
@@ -349,20 +347,10 @@ def test_a_changed_object_is_not_unpickled(ranks2: RankPool, tmp_path: Path, ope
 @on("ranks2")
 def test_calls_without_a_name_and_with_the_name_none_are_not_the_same() -> None:
     """Two threads call in another order on each rank."""
-    found: dict[str | None, object] = {}
-
-    def call(name: str | None) -> None:
-        found[name] = hvd.allgather_object((name, hvd.rank()), name=name)
-
-    names: list[str | None] = [None, "None"]
-    threads = [threading.Thread(target=call, args=(name,)) for name in names[:: 1 if hvd.rank() == 0 else -1]]
-    threads[0].start()
-    deadline = time.monotonic() + 60
-    while not runtime.current().requests:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    hvd.barrier()
-    threads[1].start()
-    for thread in threads:
-        thread.join(60)
-    assert found == {name: [(name, 0), (name, 1)] for name in names}
+    names: list[str | None] = [None, "None"] if hvd.rank() == 0 else ["None", None]
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(hvd.allgather_object, (names[0], hvd.rank()), name=names[0])
+        wait_until(lambda: runtime.current().requests, "it has begun")
+        hvd.barrier()
+        assert hvd.allgather_object((names[1], hvd.rank()), name=names[1]) == [(names[1], 0), (names[1], 1)]
+        assert first.result(60) == [(names[0], 0), (names[0], 1)]

@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -362,14 +363,6 @@ def test_members_that_vanish_while_they_wait_for_each_other_do_not_stop_the_stor
     """Each leaves the value that the others wait for, and the store finds out while it answers them."""
     gone = [client_of(server) for _ in range(4)]
     waiting = client_of(server)
-    ends: list[BaseException] = []
-
-    def wait(client: StoreClient) -> None:
-        try:
-            client.get("never", 30, unless="failed")
-        except (StoreAbandonedError, PeerLostError) as error:
-            ends.append(error)
-
     for client in gone:
         client.set_on_disconnect("failed", b"gone")
     real = server._flush
@@ -380,21 +373,18 @@ def test_members_that_vanish_while_they_wait_for_each_other_do_not_stop_the_stor
         real(client)
 
     server._flush = flush
-    threads = [threading.Thread(target=wait, args=(client,)) for client in [*gone, waiting]]
     try:
-        for thread in threads:
-            thread.start()
-        with client_of(server) as last:
-            while len(server._waiters) < len(threads):
+        with client_of(server) as last, ThreadPoolExecutor(5) as pool:
+            waits = [pool.submit(client.get, "never", 30, unless="failed") for client in [*gone, waiting]]
+            while len(server._waiters) < len(waits):
                 last.add("turns", 1)
             last.set("failed", b"first")
-            for thread in threads:
-                thread.join(30)
+            ends = [wait.exception(30) for wait in waits]
             assert last.get("failed", 10) == b"first"
             last.delete(["failed"])
     finally:
         del server._flush
         for client in [*gone, waiting]:
             client.close()
-    assert sorted(type(end).__name__ for end in ends) == ["PeerLostError"] * 4 + ["StoreAbandonedError"]
+    assert [type(end) for end in ends] == [PeerLostError] * 4 + [StoreAbandonedError]
     check_serves(server)
