@@ -20,30 +20,6 @@ enum {
 
 /* ---- Reading ---- */
 
-/* 0, or an error number. */
-static int read_all(pid_t process, struct iovec *local, struct iovec *remote, int count) {
-    while (count > 0) {
-        const ssize_t got = process_vm_readv(process, local, (unsigned long)count, remote, (unsigned long)count, 0);
-        if (got < 0 && errno == EINTR) {
-            continue;
-        }
-        if (got <= 0) {
-            return got < 0 ? errno : EFAULT;
-        }
-        size_t left = (size_t)got;
-        for (; count > 0 && left >= local->iov_len; local++, remote++, count--) {
-            left -= local->iov_len;
-        }
-        if (count > 0) { /* the rest of this range */
-            local->iov_base = (char *)local->iov_base + left;
-            remote->iov_base = (char *)remote->iov_base + left;
-            local->iov_len -= left;
-            remote->iov_len = local->iov_len;
-        }
-    }
-    return 0;
-}
-
 int hr_read_peer(const struct hr_node *node, int local_rank, const struct hr_peer_range *ranges, int count) {
     const struct hr_arena_block *block = &node->arena.blocks[local_rank];
     struct iovec local[HR_RANGES_MAX + 1];
@@ -59,9 +35,26 @@ int hr_read_peer(const struct hr_node *node, int local_rank, const struct hr_pee
     }
     local[count] = (struct iovec){proof, sizeof proof};
     remote[count] = (struct iovec){(void *)(uintptr_t)atomic_load(&block->proof_at), sizeof proof};
-    const int error = read_all((pid_t)process, local, remote, count + 1);
-    if (error != 0) {
-        return error;
+    struct iovec *to = local;
+    struct iovec *from = remote;
+    for (unsigned long ranges_left = (unsigned long)count + 1; ranges_left > 0;) {
+        const ssize_t got = process_vm_readv((pid_t)process, to, ranges_left, from, ranges_left, 0);
+        if (got < 0 && errno == EINTR) {
+            continue;
+        }
+        if (got <= 0) {
+            return got < 0 ? errno : EFAULT;
+        }
+        size_t left = (size_t)got;
+        for (; ranges_left > 0 && left >= to->iov_len; to++, from++, ranges_left--) {
+            left -= to->iov_len;
+        }
+        if (ranges_left > 0) { /* the rest of this range */
+            to->iov_base = (char *)to->iov_base + left;
+            from->iov_base = (char *)from->iov_base + left;
+            to->iov_len -= left;
+            from->iov_len = to->iov_len;
+        }
     }
     for (int i = 0; i < HR_PROOF_WORDS; i++) {
         if (proof[i] != atomic_load(&block->proof[i])) {
@@ -148,8 +141,13 @@ static _Atomic uint64_t *addresses(const struct hr_direct *run, int from, int to
     return (_Atomic uint64_t *)(void *)slot + list * run->move.tensors;
 }
 
-static void show(const struct hr_direct *run) {
+/* Shows my addresses, once the slot is nobody's any more: 1; 0: not yet. */
+static int show(struct hr_task *task) {
+    const struct hr_direct *run = (struct hr_direct *)task; /* its first member */
     const struct hr_team *team = run->team;
+    if (!hr_team_reached(team, HR_PHASE_DRAINED, run->parity)) {
+        return 0;
+    }
     for (int to = 0; to < run->move.shown_count; to++) {
         const struct hr_fused *vector = &run->move.shown[to];
         _Atomic uint64_t *at = addresses(run, team->rank, to);
@@ -157,6 +155,7 @@ static void show(const struct hr_direct *run) {
             atomic_store_explicit(&at[i], (uint64_t)(uintptr_t)vector->pieces[i].input, memory_order_relaxed);
         }
     }
+    return 1;
 }
 
 /* The next pieces of a part, at most `room` bytes together. */
@@ -258,14 +257,13 @@ static void end_showing(struct hr_direct *run) {
 }
 
 static int progress(struct hr_task *task) {
-    struct hr_direct *run = (struct hr_direct *)task; /* its first member */
+    struct hr_direct *run = (struct hr_direct *)task;
     struct hr_team *team = run->team;
     switch ((enum stage)run->stage) {
-    case STAGE_SHOW: /* once the slot is nobody's any more */
-        if (!hr_team_reached(team, HR_PHASE_DRAINED, run->parity)) {
+    case STAGE_SHOW:
+        if (!show(task)) {
             return HR_STILL;
         }
-        show(run);
         end_showing(run);
         return HR_MOVED;
     case STAGE_KEEP: { /* my own part is copied */
@@ -298,15 +296,6 @@ static int progress(struct hr_task *task) {
     return HORO_ERR_INTERNAL;
 }
 
-static int fill_ahead(struct hr_task *task) {
-    const struct hr_direct *run = (struct hr_direct *)task;
-    if (!hr_team_reached(run->team, HR_PHASE_DRAINED, run->parity)) {
-        return 0;
-    }
-    show(run);
-    return 1;
-}
-
 static void show_ahead(struct hr_task *task) {
     struct hr_direct *run = (struct hr_direct *)task;
     run->is_shown_ahead = 1;
@@ -315,7 +304,7 @@ static void show_ahead(struct hr_task *task) {
 
 void hr_direct_begin(struct hr_direct *run, struct hr_team *team, const struct hr_move *move) {
     *run = (struct hr_direct){
-        .task = {.progress = progress, .fill_ahead = fill_ahead, .show_ahead = show_ahead},
+        .task = {.progress = progress, .fill_ahead = show, .show_ahead = show_ahead},
         .team = team,
         .move = *move,
         .parity = (unsigned)(team->segment & 1),

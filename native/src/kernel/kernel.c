@@ -40,7 +40,15 @@ HORO_API const char *horo_simd_name(void) {
 
 enum { BLOCK_BYTES = 4096 }; /* stays in the first-level cache between the steps of what takes several */
 
+/* The value of an uint64 is in the bits of an int64. */
 HR_INLINE int64_t scale_integer(int dtype, int64_t value, struct hr_scale scale, int64_t low, int64_t high) {
+    if (dtype == HORO_UINT64 && scale.factor == 1.0) {
+        return (int64_t)((uint64_t)value / (uint64_t)scale.divisor);
+    }
+    if (dtype == HORO_UINT64) {
+        const double result = (double)(uint64_t)value * scale.factor / scale.divisor;
+        return result >= 0x1p64 ? -1 : result > 0 ? (int64_t)(uint64_t)result : 0;
+    }
     if (scale.factor == 1.0) {
         /* In 32 bits where they hold the value: a division of 64 takes several times as long on many machines. */
         return dtype == HORO_INT64 || dtype == HORO_UINT32 ? value / scale.divisor : (int32_t)value / scale.divisor;
@@ -55,22 +63,12 @@ HR_INLINE int64_t scale_integer(int dtype, int64_t value, struct hr_scale scale,
     return result == result ? (int64_t)result : 0;
 }
 
-/* The value of an uint64, in the bits of an int64. */
-HR_INLINE int64_t scale_unsigned(int64_t value, struct hr_scale scale) {
-    if (scale.factor == 1.0) {
-        return (int64_t)((uint64_t)value / (uint64_t)scale.divisor);
-    }
-    const double result = (double)(uint64_t)value * scale.factor / scale.divisor;
-    return result >= 0x1p64 ? -1 : result > 0 ? (int64_t)(uint64_t)result : 0;
-}
-
 HR_INLINE void scale_type(int dtype, uint8_t *dst, const uint8_t *src, size_t count, struct hr_scale scale, int64_t low,
                           int64_t high) {
     const size_t bytes = element_bytes(dtype);
     for (size_t i = 0; i < count; i++) {
         const int64_t value = load_integer(dtype, src + i * bytes);
-        store_integer(dtype, dst + i * bytes, dtype == HORO_UINT64 ? scale_unsigned(value, scale)
-                                                                   : scale_integer(dtype, value, scale, low, high));
+        store_integer(dtype, dst + i * bytes, scale_integer(dtype, value, scale, low, high));
     }
 }
 

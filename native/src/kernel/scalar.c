@@ -114,23 +114,20 @@ void hr_complex128_product(const struct hr_span *span) {
     }
 }
 
-HR_INLINE int is_less(int dtype, int64_t a, int64_t b) {
-    return dtype == HORO_UINT64 ? (uint64_t)a < (uint64_t)b : a < b;
-}
-
 /* Modulo 2^64 and cut on storing is modulo the type's own range; the values of all but uint64 fit int64. */
 HR_INLINE int64_t reduce_integer(int dtype, int op, int64_t a, int64_t b) {
     if (dtype == HORO_BOOL && op != HORO_BXOR) {
         return op == HORO_SUM || op == HORO_MAX ? a | b : a & b;
     }
+    const int is_less = dtype == HORO_UINT64 ? (uint64_t)b < (uint64_t)a : b < a;
     switch (op) {
     case HORO_BAND: return a & b;
     case HORO_BOR: return a | b;
     case HORO_BXOR: return a ^ b;
     case HORO_SUM: return (int64_t)((uint64_t)a + (uint64_t)b);
     case HORO_PRODUCT: return (int64_t)((uint64_t)a * (uint64_t)b);
-    case HORO_MIN: return is_less(dtype, b, a) ? b : a;
-    default: return is_less(dtype, a, b) ? b : a;
+    case HORO_MIN: return is_less ? b : a;
+    default: return is_less ? a : b;
     }
 }
 

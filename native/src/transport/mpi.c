@@ -177,21 +177,16 @@ static int peer_progress(struct mpi_transport *self, int peer) {
         struct stream *stream = &at->stream[direction];
         struct hr_io *head = stream->queue.head;
         int is_over = 0;
-        int code = 0;
-        if (head != NULL && is_held(head)) {
-            code = self->mpi->ops->test(self->mpi, &head->request, &is_over);
-        }
-        if (code != 0) {
+        if (head != NULL && is_held(head) && self->mpi->ops->test(self->mpi, &head->request, &is_over) != 0) {
             let_go(head);
-        } else {
-            /* finishes the head, if it is over, and empty ones behind it */
-            if (hr_queue_advance(&stream->queue, is_over ? head->given_bytes - head->done_bytes : 0) || is_over) {
-                moved = 1;
-                stream->moved_ns = hr_now_ns();
-            }
-            code = start_messages(self, at, direction);
+            return lose_peer(self, peer, HR_LOSS_CLOSED);
         }
-        if (code != 0) {
+        /* finishes the head, if it is over, and empty ones behind it */
+        if (hr_queue_advance(&stream->queue, is_over ? head->given_bytes - head->done_bytes : 0) || is_over) {
+            moved = 1;
+            stream->moved_ns = hr_now_ns();
+        }
+        if (start_messages(self, at, direction) != 0) {
             return lose_peer(self, peer, HR_LOSS_CLOSED);
         }
     }
