@@ -65,7 +65,7 @@ BREAKS = (
           "    uint64_t expected = 0;",
           "    uint64_t expected = atomic_load(end_word);",
           "The error names the last rank that gave up, not the one that died first.",
-          "tests/native/test_end.py -k first_end"),
+          "tests/native/test_end.py -k first_death"),
     Break("arena-partition-size", "native/src/arena/arena.c",
           "layout.bytes = hr_round_up(layout.slots + ranks * 2 * segment_bytes, PAGES);",
           "layout.bytes = hr_round_up(layout.slots + ranks * segment_bytes, PAGES);",

@@ -67,7 +67,8 @@ def test_what_one_rank_has_finished_is_finished_by_all_when_it_ends(rank: Rank) 
 
 
 @on_ranks([2])
-def test_the_names_of_what_is_pending_are_cut_and_never_the_words_in_front_of_them(rank: Rank) -> None:
+def test_the_names_of_what_is_pending_are_cut_and_never_the_words_before_them(rank: Rank, written: Written) -> None:
+    """The flight recorder is not shown for an end that is explained."""
     words = "x" * 800 + "; use the remedy"
     if rank.rank == 1:
         wait_for(lambda: rank.group.contexts[0].counters()["requests"] > 0)
@@ -76,6 +77,8 @@ def test_the_names_of_what_is_pending_are_cut_and_never_the_words_in_front_of_th
     with pytest.raises(PeerLostError) as error:
         rank.barrier("y" * 500)
     assert f"{words}; pending here: 'yyy" in str(error.value)
+    assert rank.context.events()[-1].event == "lost"
+    assert "last events" not in written()
 
 
 @on_ranks([1, 1])
@@ -87,7 +90,7 @@ def test_long_words_are_cut_and_bytes_that_are_none_are_replaced(rank: Rank) -> 
     assert str(rank.context.health()) == f"{who} ended with x " + "\u00e4" * 446 + "\ufffd"
 
 
-def test_the_first_death_stays_the_cause() -> None:
+def test_the_first_death_or_end_stays_the_cause(native: ModuleType) -> None:
     """Also where the dead themselves lose the others, and write that into memory that all have."""
     with Group([3]) as group:
         group.run(lambda rank: rank.barrier())
@@ -95,11 +98,7 @@ def test_the_first_death_stays_the_cause() -> None:
             group.kill(victim)
             group.leave(victim)
             assert str(group.contexts[0].health()).startswith("rank 1 (host0) is gone")
-
-
-def test_the_first_end_stays_the_cause(native: ModuleType) -> None:
-    """The one above seldom has two ranks write an end."""
-    assert native.lib.shim_arena_cause_of_two() == 1
+    assert native.lib.shim_arena_cause_of_two() == 1  # here seldom two ranks write an end
 
 
 @pytest.mark.parametrize(("hosts", "ender"), [([1, 1], 1), ([1, 1], 0), ([2, 2], 2), ([2], 1)], ids=str)
@@ -111,15 +110,6 @@ def test_the_words_arrive_also_where_the_rank_leaves_right_after(rank: Rank, end
         return
     wait_for(lambda: rank.context.health() is not None)
     assert WORDS in str(rank.context.health())
-
-
-@on_ranks([2])
-def test_the_flight_recorder_is_not_shown_for_an_end_that_is_explained(rank: Rank, written: Written) -> None:
-    if rank.rank == 0:
-        rank.context.end(WORDS)
-    fails(rank, "x")
-    assert rank.context.events()[-1].event == "lost"
-    assert "last events" not in written()
 
 
 MIB = 1 << 20

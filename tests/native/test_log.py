@@ -53,18 +53,14 @@ def queue(native: ModuleType) -> Iterator[Queue]:
     made.destroy()
 
 
-def test_messages_are_taken_in_order_with_their_levels_and_none_is_written(queue: Queue) -> None:
+def test_messages_are_taken_in_order_with_their_levels_or_written_in_the_end(queue: Queue) -> None:
     with recorded_stderr() as written:
         for level in (INFO, WARNING, ERROR):
             queue.log(f"level {level}", level)
         assert [queue.take() for _ in range(4)] == [*((n, f"level {n}") for n in (INFO, WARNING, ERROR)), None]
         assert queue.check(LATER_NS) == 0
         assert written() == ""
-
-
-def test_what_nobody_takes_is_written_in_the_end_if_its_level_is_shown(queue: Queue) -> None:
-    with recorded_stderr() as written:
-        queue.log("fine", INFO)
+        queue.log("fine", INFO)  # what nobody takes is written in the end if its level is shown
         queue.log("bad")
         assert 0 < queue.check(0) < LATER_NS
         assert written() == ""
@@ -73,16 +69,13 @@ def test_what_nobody_takes_is_written_in_the_end_if_its_level_is_shown(queue: Qu
     assert queue.take() is None
 
 
-def test_a_full_queue_is_written_and_nothing_is_lost(native: ModuleType, queue: Queue) -> None:
+def test_a_full_queue_is_written_and_what_is_left_at_the_end_or_comes_late(native: ModuleType, queue: Queue) -> None:
     room = native.lib.shim_log_capacity()
     with recorded_stderr() as written:
         for i in range(room + 1):
             queue.log(str(i))
         assert written() == "".join(f"horo [3] warning: {i}\n" for i in range(room))
     assert queue.take() == (WARNING, str(room))
-
-
-def test_what_is_left_at_the_end_is_written_and_so_is_what_comes_after_a_stop(native: ModuleType, queue: Queue) -> None:
     with recorded_stderr() as written:
         queue.log("left")
         native.lib.horo_stop_log_queue(queue.made)

@@ -36,17 +36,12 @@ def _wait(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-# ---- A thread of a GPU's driver may look at a request until its staging has been let go of ----
+# ---- A thread of a GPU's driver may look at a request until its staging has been let go of. At the end of a group the
+# newest request fails first, and others may free it before one more is submitted ----
 
 
-def test_a_request_outlives_what_it_carries(native: ModuleType) -> None:
+def test_a_request_outlives_what_it_carries_and_a_call_is_behind_none_that_has_failed(native: ModuleType) -> None:
     assert native.lib.shim_request_outlives_cargo() == 1
-
-
-# ---- At the end of a group the newest request fails first, and others may free it before one more is submitted ----
-
-
-def test_an_ordered_call_is_behind_none_that_has_failed(native: ModuleType) -> None:
     assert native.lib.shim_request_call_behind_failed_ones() == 1
 
 

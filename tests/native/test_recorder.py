@@ -144,7 +144,9 @@ def test_another_process_can_read_it(recorder: Recorder) -> None:
     ]
 
 
-def test_what_is_alike_shares_a_line(recorder: Recorder) -> None:
+def test_what_is_alike_shares_a_line_and_what_has_been_described_is_not_new(recorder: Recorder) -> None:
+    recorder.describe()
+    assert not recorder.is_new
     for i in range(300):
         recorder.add(SUBMITTED, f"g{i}", size=1 << 20)
     recorder.add(AGREED, "g0", size=1 << 20)
@@ -158,18 +160,10 @@ def test_what_is_alike_shares_a_line(recorder: Recorder) -> None:
         "finished   allreduce 'g0' to allreduce 'g1', 2 in all, 2.0 MiB",
     ]
     assert recorder.said() == said
-    assert recorder.said(lines=2) == said[-2:]
-    assert recorder.said(size=len("    0.000 s ago  ") + len(said[-1]) + 3) == said[-1:]
-
-
-def test_what_has_been_described_is_not_new(recorder: Recorder) -> None:
-    recorder.describe()
-    assert not recorder.is_new
-    recorder.add(SUBMITTED, "x")
-    recorder.describe()
     assert recorder.is_new
-    recorder.describe()
+    assert recorder.said(lines=2) == said[-2:]
     assert not recorder.is_new
+    assert recorder.said(size=len("    0.000 s ago  ") + len(said[-1]) + 3) == said[-1:]
 
 
 def of(rank: Rank, name: str) -> list[Event]:

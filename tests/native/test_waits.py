@@ -250,15 +250,7 @@ def test_no_sleep_begins_without_a_look_behind_its_mark(native: ModuleType) -> N
         context = context_of(native, Rank(group.contexts[0]))
         assert native.lib.shim_wait_looks_last(context, 5 * 10**9)
         assert native.lib.shim_wait_prepares_with_a_look(context)
-
-
-@pytest.mark.parametrize("by_kick", [False, True], ids=["call", "kick"])
-def test_what_comes_between_the_last_look_of_the_thread_and_its_sleep_wakes_it(
-    native: ModuleType, by_kick: bool
-) -> None:
-    with Group([1]) as group:
-        context = context_of(native, Rank(group.contexts[0]))
-        for _ in range(20):
+        for by_kick in [False, True] * 20:  # what comes behind the last look of the thread, and wakes it
             assert native.lib.shim_drive_hears_late(context, by_kick, 20 * 10**9) == 1
 
 
