@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -197,6 +198,26 @@ def test_a_forked_child_is_refused_and_leaves_the_file_alone(tmp_path: Path) -> 
     hvd.stop_timeline()
     hvd.barrier()
     assert rows_of(parse_timeline(path))["allreduce.after"] == STEP
+
+
+def test_the_ranks_that_stay_make_the_file_of_one_that_is_killed(tmp_path: Path) -> None:
+    def work(path: str) -> None:
+        hvd.start_timeline(path)
+        hvd.barrier()
+        with pytest.raises(hvd.PeerLostError):
+            for step in range(1 << 30):
+                hvd.allreduce(torch.ones(100), name=f"t{step % 50}")
+                # The size, not the number of steps: thousands of steps may fit between two writes.
+                if hvd.rank() == 0 and step % 100 == 0 and Path(f"{path}.rows").stat().st_size > 300_000:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        hvd.shutdown()
+
+    with RankPool(2) as pool:
+        pool.run_each(work, [(str(tmp_path / "t.json"),)] * 2, lost=[0])
+    assert list(tmp_path.iterdir()) == [tmp_path / "t.json"]
+    events = parse_timeline(tmp_path / "t.json", is_ended=False)
+    assert len(events) > 1000
+    assert rows_of(events)["allreduce.t0"][:3] == STEP
 
 
 HEAD = "import os\nos.environ.update({extra!r}.get(os.environ.get('HOROVOD_RANK'), {{}}))\n"
