@@ -240,17 +240,25 @@ def _hooked() -> torch.nn.Module:
 @pytest.mark.parametrize("make", [_parametrized, _hooked])
 @on("ranks2")
 def test_weights_that_are_computed_from_parameters(make: Make) -> None:
-    pair = _made(make)
-    go_on(pair, range(3))
-    for model, _ in pair:
+    """And become parameters, and then those that a state has."""
+
+    def become_parameters(model: Any) -> None:
         if make is _parametrized:
             torch.nn.utils.parametrize.remove_parametrizations(model[2], "weight")
-            continue
-        torch.nn.utils.remove_weight_norm(model[0])
-    for model, optimizer in pair:
-        optimizer.param_groups[0]["params"] = list(model.parameters())
-        optimizer.state.clear()
-    go_on(pair, range(3, 6))
+        else:
+            torch.nn.utils.remove_weight_norm(model[0])
+
+    def take_from_state(model: Any) -> None:
+        model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()}, assign=True)
+
+    pair = _made(make)
+    go_on(pair, range(3))
+    for first, change in ((3, become_parameters), (6, take_from_state)):
+        for model, optimizer in pair:
+            change(model)
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+            optimizer.state.clear()
+        go_on(pair, range(first, first + 3))
 
 
 @needs_cpu_scaler
