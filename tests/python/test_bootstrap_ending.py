@@ -102,14 +102,11 @@ class _Raising:
         raise self._error
 
 
-def test_the_culprit_is_the_rank_that_the_sentence_begins_with() -> None:
+def test_the_culprit_is_the_rank_that_the_sentence_begins_with_also_of_a_failed_init() -> None:
     assert culprit_of(None) is None
     assert culprit_of(PeerLostError("rank 12 (h2) is gone: its process ended")) == 12
     assert culprit_of(PeerLostError("horo was shut down on this rank before rank 3")) is None
     assert culprit_of(PeerLostError("this rank is out of reach of rank 2 (h3): no answer for 30 s")) is None
-
-
-def test_the_culprit_of_a_failed_init_is_the_rank_that_failed_and_not_one_that_differs() -> None:
     rendezvous = Rendezvous(None, 0, 3, "h1", 1.0)  # type: ignore[arg-type]
     given_up = rendezvous._aborted(StoreAbandonedError(b"ResourceError\nrank 2 (h3): no memory"))
     assert type(given_up) is AbortedError

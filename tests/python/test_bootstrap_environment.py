@@ -46,7 +46,7 @@ def test_hororun_is_understood_and_comes_before_torchs_variables() -> None:
         assert launch.torch_master is None
 
 
-def test_torchrun_is_understood() -> None:
+def test_torchrun_is_understood_and_size_one_needs_no_store() -> None:
     launch = read_launch(TORCHRUN)
     assert (launch.kind, launch.rank, launch.size, launch.local, launch.node) == ("torchrun", 5, 8, (1, 4), 1)
     assert launch.torch_master == TorchMaster("h1", 29500, True)
@@ -55,9 +55,6 @@ def test_torchrun_is_understood() -> None:
     launch = read_launch(plain)
     assert launch.torch_master == TorchMaster("h1", 29500, False)
     assert (launch.local, launch.node, launch.job_id) == (None, None, "none")
-
-
-def test_size_one_needs_no_store() -> None:
     assert read_launch({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}).size == 1
     assert read_launch({"RANK": "0", "WORLD_SIZE": "1"}).torch_master is None
 
@@ -108,7 +105,7 @@ def test_a_contradiction_is_named(environ: dict[str, str], changes: dict[str, st
     assert told in str(caught.value)
 
 
-def test_slurm_is_understood_and_comes_last() -> None:
+def test_slurm_is_understood_and_comes_last_and_a_step_without_its_own_count_takes_the_jobs() -> None:
     launch = read_launch(SLURM)
     assert (launch.kind, launch.rank, launch.size, launch.local, launch.node) == ("slurm", 5, 8, (1, 4), 1)
     assert (launch.job_id, launch.secret) == ("712.3.0", None)
@@ -117,9 +114,6 @@ def test_slurm_is_understood_and_comes_last() -> None:
     assert read_launch({**SLURM, "HORO_SECRET": "ab" * 16}).secret == b"\xab" * 16
     assert read_launch({**SLURM, **HORORUN}).kind == "hororun"
     assert read_launch({**SLURM, **TORCHRUN}).kind == "torchrun"
-
-
-def test_slurm_step_without_its_own_count_and_nodes_takes_the_jobs() -> None:
     environ = {name: value for name, value in SLURM.items() if not name.startswith("SLURM_STEP_")}
     launch = read_launch({**environ, "SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": "a,b"})
     assert launch.slurm is not None

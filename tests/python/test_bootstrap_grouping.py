@@ -240,14 +240,11 @@ def test_interfaces_have_the_addresses_that_psutil_finds() -> None:
     assert "127.0.0.1" in found["lo"]
 
 
-def test_route_to_loopback_starts_at_loopback() -> None:
+def test_route_to_loopback_starts_at_loopback_which_is_recognized_in_every_notation() -> None:
     assert route_source("127.0.0.5") is not None
     assert is_loopback(str(route_source("127.0.0.5")))
     with pytest.raises(UsageError, match="h1"):
         route_source("h1")
-
-
-def test_loopback_is_recognized_in_every_notation() -> None:
     assert all(map(is_loopback, ("127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1")))
     assert not any(map(is_loopback, ("10.0.0.1", "fd00::1", "::ffff:10.0.0.1", "0.0.0.0")))
 

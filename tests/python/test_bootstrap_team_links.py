@@ -75,13 +75,15 @@ def connect_all(
     board: Board | None = None,
     exchanges: Mapping[int, Callable[[bytes], Sequence[bytes]]] | None = None,
     check: Callable[[], None] = lambda: None,
+    teams: Sequence[tuple[int, list[int]]] = (),
 ) -> list[Outcome]:
-    """What every rank got, or the error that it raised."""
+    """What every rank got, or the error that it raised; ``teams``: for each, where they differ."""
     table = Board(len(known)) if board is None else board
 
     def connect(rank: int) -> TeamLinks | None:
         exchange = (exchanges or {}).get(rank) or (lambda mine: table.exchange(rank, mine))
-        return connect_team(known[rank], 7, members, exchange, check)
+        number, own = teams[rank] if teams else (7, members)
+        return connect_team(known[rank], number, own, exchange, check)
 
     return run_threads([lambda rank=rank: connect(rank) for rank in range(len(known))])  # type: ignore[misc]
 
@@ -266,18 +268,8 @@ def test_news_of_a_loss_ends_the_wait_for_connections(tight: None) -> None:
     assert "rank 0 (h0): rank 1 (h1) is lost" in str(errors[1])
 
 
-def speak(hosts: list[int], teams: list[tuple[int, list[int]]]) -> list[Outcome]:
-    """What each rank got that makes its team: the number and the members."""
-    known, board = directories(hosts), Board(len(hosts))
-
-    def maker(rank: int) -> Callable[[], TeamLinks | None]:
-        return lambda: connect_team(known[rank], *teams[rank], lambda mine: board.exchange(rank, mine))
-
-    return run_threads([maker(rank) for rank in range(len(hosts))])
-
-
 def test_ranks_that_speak_of_different_teams_all_hear_it(tight: None) -> None:
-    for error in failures(speak([0, 1, 2], [(1, [0, 1]), (1, [0, 1]), (1, [0, 2])])):
+    for error in failures(connect_all(directories([0, 1, 2]), [], teams=[(1, [0, 1]), (1, [0, 1]), (1, [0, 2])])):
         assert isinstance(error, MismatchError)
         told = "rank 0 (h0) adds the process set of the ranks 0, 1, rank 2 (h2) adds the process set of the ranks 0, 2"
         assert told in str(error)
@@ -296,7 +288,7 @@ def test_ranks_that_speak_of_different_teams_all_hear_it(tight: None) -> None:
     ],
 )
 def test_a_team_that_cannot_be_is_refused(tight: None, number: int, members: list[int], told: str) -> None:
-    for error in failures(speak([0, 1], [(number, members)] * 2)):
+    for error in failures(connect_all(directories([0, 1]), [], teams=[(number, members)] * 2)):
         assert isinstance(error, UsageError)
         assert told in str(error)
 

@@ -186,13 +186,9 @@ def test_the_systems_libraries_are_found(folder: Path) -> None:
     assert run("-c", TOLD, environment=with_libraries(folder)) == "True 22304\n"
 
 
-def test_nccl_of_a_python_package_goes_before_the_systems(folder: Path, tmp_path: Path) -> None:
+def test_nccl_of_a_package_goes_before_the_systems_and_a_loaded_one_before_all(folder: Path, tmp_path: Path) -> None:
     build_double(NCCL, tmp_path / "nvidia" / "nccl" / "lib", VERSION=22703)
     assert run("-c", FOUND, environment=with_libraries(folder, packages=tmp_path)) == "22703\n"
-
-
-def test_nccl_that_torch_has_loaded_goes_before_all(folder: Path, tmp_path: Path) -> None:
-    build_double(NCCL, tmp_path / "nvidia" / "nccl" / "lib", VERSION=22703)
     loaded = build_double(NCCL, tmp_path / "loaded", VERSION=22105)
     code = f"import ctypes; ctypes.CDLL({str(loaded)!r}); {FOUND}"
     assert run("-c", code, environment=with_libraries(folder, packages=tmp_path)) == "22105\n"

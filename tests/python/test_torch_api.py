@@ -443,13 +443,10 @@ broadcast_object broadcast_optimizer_state broadcast_parameters config distribut
 """
 
 
-def test_mpi_ops_has_the_same_operations() -> None:
+def test_mpi_ops_has_the_same_operations_and_what_only_horovods_has() -> None:
     names = set(hvd.__all__) - set(errors.__all__) - set(NOT_IN_MPI_OPS.split()) | {"HorovodInternalError"}
     assert set(hvd.mpi_ops.__all__) - {"handle_average_backwards_compatibility"} == names
     assert all(getattr(hvd.mpi_ops, name) is getattr(hvd, name) for name in names)
-
-
-def test_mpi_ops_has_what_only_horovods_has() -> None:
     assert hvd.mpi_ops.handle_average_backwards_compatibility(hvd.Sum, None) == hvd.Sum
     assert hvd.mpi_ops.handle_average_backwards_compatibility(None, None) == hvd.Average
     with pytest.raises(AttributeError, match=r"^module 'horo\.torch\.mpi_ops' has no attribute 'x'"):

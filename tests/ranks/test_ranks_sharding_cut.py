@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -403,11 +404,7 @@ def test_a_rank_without_memory_for_more_parameters_and_another_try() -> None:
         take_steps(model, optimizer, range(1))
         model.register_parameter("more", torch.nn.Parameter(torch.ones(3)))
         optimizer.add_param_group({"params": [model.more]})
-    pages = memory.Pages
-
-    def fail(*_: Any) -> Any:
-        raise ResourceError("no memory")
-
+    pages, fail = memory.Pages, Mock(side_effect=ResourceError("no memory"))
     for step in range(1, 4):
         for model, optimizer in pair:
             optimizer.zero_grad()

@@ -445,13 +445,12 @@ def full() -> Iterator[int]:
         yield os.getpid()
 
 
-def test_a_full_queue_ends_the_wait_with_the_reason(full: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_ends_the_wait_with_the_reason_and_ctrl_c_in_order(
+    full: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_CONNECT_S", 1)
     with pytest.raises(JobError, match=f"--attach {full}: no answer within 1 s: it is stopped") as caught:
         module.attach(full, stacks=False)
     assert caught.value.code == EXIT_UNREACHABLE
-
-
-def test_ctrl_c_ends_the_wait_without_a_traceback(full: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", Mock(side_effect=KeyboardInterrupt))
     assert module.attach(full, stacks=True) == 130

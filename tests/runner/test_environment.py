@@ -68,13 +68,10 @@ def test_a_variable_of_the_user_stays(name: str, rest: dict[str, str]) -> None:
     }
 
 
-def test_ranks_inherit_no_place_of_another_job() -> None:
+def test_ranks_inherit_no_place_of_another_job_and_nothing_that_belongs_to_one_host() -> None:
     mine = {"HORO_RANK": "7", "HOROVOD_SIZE": "9", "PATH": "p", "RANK": "3", "MASTER_ADDR": "h"}
     assert inherited(mine) == {"PATH": "p", "RANK": "3", "MASTER_ADDR": "h"}
     assert inherited(mine | {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "4"}) == {"PATH": "p"}
-
-
-def test_what_belongs_to_one_host_is_not_forwarded() -> None:
     environment = {
         "PATH": "p", "HOROVOD_CYCLE_TIME": "1", "NCCL_DEBUG": "INFO", "PYTHONPATH": "x",
         "CUDA_VISIBLE_DEVICES": "0", "HOME": "/h", "AWS_SECRET_ACCESS_KEY": "s", "DISPLAY": ":0", "XPATH": "no",

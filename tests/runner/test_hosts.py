@@ -117,14 +117,11 @@ def test_slurms_brackets_name_several_hosts() -> None:
     assert parse_host_file("me@n[09-10] slots=2 port=22\n", "f") == pair
 
 
-def test_a_file_of_pbs_has_a_line_for_each_slot() -> None:
+def test_a_file_of_pbs_of_open_mpi_or_of_windows_is_understood() -> None:
     assert parse_host_file("h1\nh1\nh2\nh1\n", "f") == (HostSpec("h1", slots=3), HostSpec("h2", slots=1))
     assert parse_host_file("h1\nh2\n", "f") == (HostSpec("h1"), HostSpec("h2"))
     with pytest.raises(HostsError, match="f, line 2, 'h1': h1 is named twice: say its slots each time"):
         parse_host_file("h1 slots=2\nh1\n", "f")
-
-
-def test_a_file_of_open_mpi_or_of_windows_is_understood() -> None:
     text = "\ufeffh1 slots=2 max_slots=4\r\nh2 max-slots=3\r\n"
     assert parse_host_file(text, "f") == (HostSpec("h1", slots=2, max_slots=4), HostSpec("h2", slots=3, max_slots=3))
 

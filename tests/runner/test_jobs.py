@@ -272,11 +272,8 @@ def check_right(done: subprocess.CompletedProcess[str], said: str, never: str) -
     assert never not in done.stderr
 
 
-def test_ranks_read_each_other_where_they_may(hororun: Hororun) -> None:
+def test_ranks_read_each_other_where_they_may_unless_the_user_turns_it_off(hororun: Hororun) -> None:
     check_right(run(hororun), READS, PASSES)
-
-
-def test_a_user_may_turn_it_off(hororun: Hororun) -> None:
     done = run(hororun, "--no-single-copy")
     assert (done.returncode, done.stdout.count("all is right")) == (0, 3), done.stderr[-3000:]
     assert "large moves" not in done.stderr

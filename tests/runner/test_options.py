@@ -176,15 +176,14 @@ def test_an_interface_that_is_not_here_is_refused_in_every_job(hororun: Hororun,
     assert "lo 127.0.0.1" in done.stderr
 
 
-def test_ranks_that_shall_stay_do_so_whatever_the_environment_says(hororun: Hororun) -> None:
+def test_ranks_that_shall_stay_do_so_and_what_hororun_only_suggests_may_be_set(
+    hororun: Hororun,
+) -> None:
     show = ["--no-prefix", "--", "sh", "-c", "echo $HORO_LEAVE_CROWDED_CORES"]
     environment = {"HORO_LEAVE_CROWDED_CORES": "1"}
     assert hororun.run("-np", "1", "--no-move-ranks", *show, environment=environment).stdout == "0\n"
     assert hororun.run("-np", "1", *show, environment={"HORO_LEAVE_CROWDED_CORES": "0"}).stdout == "0\n"
     assert hororun.run("-np", "1", *show).stdout == "1\n"
-
-
-def test_a_variable_that_hororun_only_suggests_may_be_set(hororun: Hororun) -> None:
     show = ["--no-prefix", "--", "sh", "-c", "echo ${PYTHONUNBUFFERED-none}"]
     assert hororun.run("-np", "1", *show).stdout == "1\n"
     assert hororun.run("-np", "1", "-x", "PYTHONUNBUFFERED=", *show).stdout == "\n"
@@ -393,16 +392,13 @@ def test_a_variable_works_or_says_in_one_line_that_it_does_nothing(name: str) ->
     assert misspelt({full: "1"}) == []
 
 
-def test_variables_of_the_build_are_named_in_one_line() -> None:
+def test_variables_of_the_build_are_named_in_one_line_and_misspelt_names_pointed_out() -> None:
     environ = {"HOROVOD_GPU_ALLREDUCE": "NCCL", "HOROVOD_WITH_PYTORCH": "1"}
     (sentence,) = passed_over(environ)
     assert sentence == (
         "HOROVOD_WITH_PYTORCH, HOROVOD_GPU_ALLREDUCE do nothing here: horo is the same for every torch, MPI and GPU"
     )
     assert set(AT_BUILD).isdisjoint(names_of(*GROUPS))
-
-
-def test_a_misspelt_name_of_horovods_is_pointed_out() -> None:
     assert misspelt({"HOROVOD_CYCLE_TIMES": "1", "HOROVOD_AUTOTUNES": "1"}) == [
         "HOROVOD_AUTOTUNES is no variable of horo and means nothing: did you mean HOROVOD_AUTOTUNE?",
         "HOROVOD_CYCLE_TIMES is no variable of horo and means nothing: did you mean HOROVOD_CYCLE_TIME?",

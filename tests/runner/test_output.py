@@ -111,15 +111,12 @@ def test_on_a_terminal_updates_are_redrawn_in_place() -> None:
     assert screen.streams[1] == b"\x1b[2K[1] line\n"
 
 
-def test_a_timestamp_begins_each_line() -> None:
+def test_a_timestamp_begins_each_line_also_of_a_script_of_horovods() -> None:
     screen = Screen()
     Printer(screen.write, 1, timestamp=True).feed(0, 1, b"a\n", 0.0)
     stamp, rest = screen.streams[1].split(b" ", 1)
     assert len(stamp) == len(b"2025-01-31T12:34:56.789")
     assert rest == b"[0] a\n"
-
-
-def test_lines_of_a_script_of_horovods_may_begin_with_the_time() -> None:
     screen = Screen()
     Printer(screen.write, 1, streams=True, timestamp=True).feed(0, 1, b"a\n", 0.0)
     stamp, rest = screen.streams[1].split(b"[0]", 1)

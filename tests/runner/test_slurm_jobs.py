@@ -122,15 +122,12 @@ def test_a_dry_run_shows_ranks_and_commands_and_starts_nothing(hororun: Hororun,
     assert slurm.calls() == []
 
 
-def test_an_srun_that_refuses_is_quoted_and_ends_the_job(hororun: Hororun, slurm: Slurm) -> None:
+def test_an_srun_that_refuses_is_quoted_and_a_host_that_does_not_answer_named(hororun: Hororun, slurm: Slurm) -> None:
     said = "srun: error: Unable to create step for job 7: Requested node configuration is not available"
     slurm.install(before=f'test $node = two && {{ echo "{said}" >&2; exit 1; }}')
     done = hororun.run("true", where=None, environment=slurm.environment)
     assert done.returncode == 69
     assert done.stderr == f"hororun: cannot start an agent on host two: srun: {said.removeprefix('srun: error: ')}\n"
-
-
-def test_a_host_that_does_not_answer_is_named_with_what_to_try(hororun: Hororun, slurm: Slurm) -> None:
     slurm.install(before="test $node = two && exec sleep 60")
     done = hororun.run("--start-timeout", "0.5", "true", where=None, environment=slurm.environment)
     assert done.returncode == 69

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import tidy_c
 import tidy_ceilings
-import tidy_graph
 import tidy_python
 import tidy_text
 from breaks.breaks import BREAKS, Break
@@ -282,18 +281,11 @@ def test_what_is_said_to_be_as_in_horovod_has_a_test() -> None:
     assert tidy_text.parity_findings(page, has_test) == []
 
 
-def test_pages_are_plain() -> None:
+def test_pages_docstrings_and_messages_are_plain() -> None:
     pages = [path for path in repository_files(".md") if path not in GENERATED]
-    findings = [
-        finding(path, *item) for path in pages for item in tidy_text.check_page(path.read_text(encoding="utf-8"))
-    ]
-    assert not findings, report(findings)
-
-
-def test_docstrings_and_messages_are_plain() -> None:
-    findings = [
-        finding(path, *item) for path in modules() for item in tidy_text.check_source(path.read_text(encoding="utf-8"))
-    ]
+    checked = [(path, tidy_text.check_page) for path in pages]
+    checked += [(path, tidy_text.check_source) for path in modules()]
+    findings = [finding(path, *item) for path, check in checked for item in check(path.read_text(encoding="utf-8"))]
     assert not findings, report(findings)
 
 
@@ -356,7 +348,7 @@ def test_of_random_schedules_alone_some_are_taken() -> None:
 
 
 def test_numbers_are_at_their_ceilings() -> None:
-    measured = tidy_ceilings.numbers(tidy_graph.read_native(ROOT))
+    measured = tidy_ceilings.numbers(tidy_ceilings.read_native(ROOT))
     findings = compare(measured, tidy_ceilings.read_ceilings())
     assert not findings, report([*findings, "python tests/tidy/tidy_ceilings.py --write lowers ceilings"])
 
@@ -389,12 +381,12 @@ NATIVE = {
 
 
 def test_files_and_modules_use_each_other_in_one_direction() -> None:
-    assert tidy_graph.native_graph(tidy_graph.read_native(ROOT)).circle() == ""
-    assert tidy_graph.python_graph(tidy_graph.read_python(ROOT)).circle() == ""
+    assert tidy_ceilings.native_graph(tidy_ceilings.read_native(ROOT)).circle() == ""
+    assert tidy_ceilings.python_graph(tidy_ceilings.read_python(ROOT)).circle() == ""
 
 
 def test_a_call_through_a_pointer_or_of_a_static_function_makes_no_circle() -> None:
-    graph = tidy_graph.native_graph(NATIVE)
+    graph = tidy_ceilings.native_graph(NATIVE)
     assert graph.edges["base/a.c"] == {"base/b.h": "included", "base/b.c": "hr_a calls hr_b"}
     assert graph.edges["base/c.c"] == {"base/d.c": "of_c calls hr_of_d"}  # of the template; d.c calls itself
     assert graph.circle() == ""
@@ -415,12 +407,12 @@ CIRCLES = [
 
 @pytest.mark.parametrize(("changes", "step"), CIRCLES)
 def test_a_circle_of_calls_includes_or_inline_functions_is_named(changes: dict[str, str], step: str) -> None:
-    assert step in tidy_graph.native_graph(NATIVE | changes).circle()
+    assert step in tidy_ceilings.native_graph(NATIVE | changes).circle()
 
 
 def test_declarations_are_functions_that_a_header_offers() -> None:
-    assert tidy_graph.declarations(NATIVE["base/b.h"]) == 2
-    assert tidy_graph.declarations("struct hr_x;\nstruct hr_x { int (*read)(void); };\nextern int a;\n") == 0
+    assert tidy_ceilings.declarations(NATIVE["base/b.h"]) == 2
+    assert tidy_ceilings.declarations("struct hr_x;\nstruct hr_x { int (*read)(void); };\nextern int a;\n") == 0
 
 
 def test_a_subject_is_named_outside_its_rooms_in_code_alone() -> None:
@@ -443,7 +435,7 @@ MODULES = {
 
 
 def test_circles_of_modules_have_imports_for_types_and_in_functions() -> None:
-    assert "horo.c (line 2)" in tidy_graph.python_graph(MODULES).circle()
+    assert "horo.c (line 2)" in tidy_ceilings.python_graph(MODULES).circle()
     ended = MODULES | {"horo.c": "import json\n"}
-    assert tidy_graph.python_graph(ended).circle() == ""
-    assert "horo.p (line 1)" in tidy_graph.python_graph(ended | {"horo.p.inner": "from . import y\n"}).circle()
+    assert tidy_ceilings.python_graph(ended).circle() == ""
+    assert "horo.p (line 1)" in tidy_ceilings.python_graph(ended | {"horo.p.inner": "from . import y\n"}).circle()
