@@ -35,7 +35,8 @@ def interrupt(
             call()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, _pass_over)  # the default would end the process by one that is still under way
+        # The default would end the process by one that is still under way.
+        signal.signal(signal.SIGALRM, lambda *_: None)
 
 
 def do_at(call: Callable[[], Any], at: int, handler: Callable[[], None], behind: Collection[str] = ()) -> bool:
@@ -64,7 +65,3 @@ def do_at(call: Callable[[], Any], at: int, handler: Callable[[], None], behind:
     finally:
         sys.setprofile(None)
     return left < 0
-
-
-def _pass_over(*_: object) -> None:
-    pass

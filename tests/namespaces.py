@@ -6,13 +6,12 @@ addresses exist only inside the namespaces, and all of it is removed at the end.
 
 import contextlib
 import os
-import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jobs import DEADLINE_S, Hororun, Launched, parent_of, wait_until
+from jobs import DEADLINE_S, Hororun, Launched, kill_all, parent_of, wait_until
 from skips import apt_install
 
 _SSHD = "/usr/sbin/sshd"
@@ -219,9 +218,7 @@ def _start_sshd(stack: contextlib.ExitStack, cluster: Cluster, host: ClusterHost
 
 
 def _end_all_on(cluster: Cluster, host: ClusterHost) -> None:
-    for pid in cluster.processes(host):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    kill_all(cluster.processes(host))
     wait_until(lambda: not cluster.processes(host), f"no process on {host.name}")
 
 

@@ -33,10 +33,6 @@ with StoreServer(sys.argv[1:], bytes.fromhex(sys.stdin.readline().strip())) as s
 """
 
 
-def _as_it_is(argv: Sequence[str]) -> list[str]:
-    return list(argv)
-
-
 @dataclass
 class PlainRanks:
     """The ranks of one job; used as a context that ends whatever is left of them.
@@ -147,7 +143,7 @@ class PlainRanks:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self._environ())
         assert process.stdin is not None
         assert process.stdout is not None
-        self._stack.callback(_end_server, process)
+        self._stack.callback(process.communicate, timeout=ANSWER_S)
         process.stdin.write(_SECRET.encode() + b"\n")
         process.stdin.flush()
         return process.stdout.readline().decode().strip()
@@ -157,7 +153,7 @@ class PlainRanks:
             "HOROVOD_RANK": str(rank), "HOROVOD_SIZE": str(len(self.hosts)), "HOROVOD_HOSTNAME": f"host-{host}",
             "HORO_STORE": store, "HORO_SECRET": _SECRET, **({} if self.enter else {"HORO_HOST_ID": host}),
         }  # fmt: skip
-        command = self.enter.get(host, _as_it_is)([sys.executable, str(_PROGRAM)])
+        command = self.enter.get(host, list)([sys.executable, str(_PROGRAM)])
         with (self.folder / f"stderr.{rank}").open("wb") as log:
             return subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=self._environ(told)
@@ -175,7 +171,3 @@ class PlainRanks:
                 if pipe is not None:
                     with contextlib.suppress(BrokenPipeError):
                         pipe.close()
-
-
-def _end_server(process: subprocess.Popen[bytes]) -> None:
-    process.communicate(timeout=ANSWER_S)

@@ -163,17 +163,14 @@ def make_slurm(cluster: Cluster) -> Slurm:
     slurm = Slurm(cluster)
     key = secrets.token_bytes(128)
     for host in cluster.hosts:
-        _make_folders(cluster.run_folder(host), key)
+        run = cluster.run_folder(host)
+        (run / "slurm").mkdir()
+        (run / "munge").mkdir()
+        (run / "munge" / "key").write_bytes(key)
+        (run / "munge" / "key").chmod(0o600)
         slurm.on(host, _MUNGED)
     slurm.on(cluster.hosts[0], ["slurmctld", "-c"])
     for host in cluster.hosts:
         slurm.on(host, ["slurmd", "-c", "-N", host.name])
     wait_until(slurm.is_idle, f"Slurm's hosts are idle, see {cluster.folder}/*.run/slurm/*.log", every_s=_LOOK_S)
     return slurm
-
-
-def _make_folders(run: Path, key: bytes) -> None:
-    (run / "slurm").mkdir()
-    (run / "munge").mkdir()
-    (run / "munge" / "key").write_bytes(key)
-    (run / "munge" / "key").chmod(0o600)

@@ -126,7 +126,7 @@ def test_slots_without_room_for_what_is_read_at_once(rank: Rank) -> None:
             assert np.array_equal(got, np.arange(rows)[rows_of(rows, size, rank.rank)] * factor)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def descriptors() -> Iterator[None]:
     """As many as the system lets this process have: each rank has its own for every other."""
     before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -137,6 +137,7 @@ def descriptors() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
 
 
+@pytest.mark.usefixtures("descriptors")
 @pytest.mark.parametrize(("size", "polls"), [(60, False), (66, False), (66, True)])
 def test_a_rank_that_waits_hears_of_a_death_while_rank_0_computes(size: int, polls: bool) -> None:
     """Only the leader holds life lines to all; it does not call horo, so its background thread must look."""
@@ -153,6 +154,7 @@ def test_a_rank_that_waits_hears_of_a_death_while_rank_0_computes(size: int, pol
         group.run(body, ranks=[1])
 
 
+@pytest.mark.usefixtures("descriptors")
 @on_ranks([66], [66, 1], [1, 66], [40, 30], segment_bytes=1 << 12)
 def test_many_ranks_of_one_host_reduce(rank: Rank) -> None:
     """They are more than a slot has lines."""

@@ -160,15 +160,10 @@ def test_the_bytes_are_shared_among_the_sockets() -> None:
     values = np.ones(1 << 20, np.float32)
     with Group([1, 1], sockets_per_peer=4, tcp=True, segment_bytes=1 << 20) as group:
         group.run(lambda rank: rank.allreduce(values.copy()))
-        received = [received_bytes(group.data_end(0, number)) for number in range(4)]
+        infos = [group.data_end(0, n).getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256) for n in range(4)]
+    received = [int.from_bytes(info[128:136], "little") for info in infos]  # tcpi_bytes_received in linux/tcp.h
     assert sum(received) == values.nbytes  # the ring: half of them twice
     assert max(received) - min(received) <= PIECE_BYTES, received
-
-
-def received_bytes(end: socket.socket) -> int:
-    """tcpi_bytes_received of struct tcp_info in linux/tcp.h."""
-    info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-    return int.from_bytes(info[128:136], "little")
 
 
 @pytest.mark.parametrize("number", [0, 2])

@@ -12,20 +12,7 @@ from typing import Any
 
 import pytest
 from fabric import close_setup, make_setups
-from links import (
-    CLOSED,
-    CONTROL,
-    DATA,
-    NONE,
-    SILENT,
-    TCP_KINDS,
-    Join,
-    Rank,
-    create_tcp,
-    joining,
-    poll_until,
-    socket_pair,
-)
+from links import CLOSED, CONTROL, DATA, NONE, SILENT, TCP_KINDS, Rank, create_tcp, poll_until, socket_pair
 
 from horo.core.context import Context
 from horo.core.setup import MPI_FUNCTIONS, MpiCalls, MpiUse
@@ -33,12 +20,6 @@ from horo.errors import UsageError
 
 PEER_LOST = -40
 MIB = 1 << 20
-
-
-@pytest.fixture(params=TCP_KINDS)
-def join(request: pytest.FixtureRequest, native: ModuleType) -> Iterator[Join]:
-    """join(hosts) makes a fabric of stream sockets."""
-    yield from joining(native, request.param)
 
 
 @pytest.mark.parametrize("kind", TCP_KINDS)

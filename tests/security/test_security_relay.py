@@ -67,43 +67,30 @@ class Relay:
         self._listener.close()
 
 
-@pytest.fixture
-def refusals() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def admitted() -> list[socket.socket]:
-    return []
-
-
-@pytest.fixture
-def endpoint(refusals: list[str], admitted: list[socket.socket]) -> Iterator[Endpoint]:
+def test_a_relayed_handshake_is_refused() -> None:
+    refusals: list[str] = []
+    admitted: list[socket.socket] = []
     listeners = bind_all(["127.0.0.1"])
-    address = Endpoint(*listeners[0].getsockname())
+    endpoint = Endpoint(*listeners[0].getsockname())
     thread = ListenerThread(
         listeners, SECRET, admit=lambda *_: None, on_peer=lambda peer, _: admitted.append(peer),
         on_refused=refusals.append
     )  # fmt: skip
-    yield address
-    thread.close()
-    for connection in admitted:
-        connection.close()
-
-
-def test_a_relayed_handshake_is_refused(endpoint: Endpoint, refusals: list[str], admitted: list[socket.socket]) -> None:
     relay = Relay(endpoint)
     try:
         with pytest.raises(PeerLostError, match="closed the connection during the handshake"):
             dial([relay.endpoint], SECRET, CLAIM, 1)
+        wait_until(lambda: bool(refusals), "it is refused")
+        assert f"connected to {relay.endpoint} and has come out at {endpoint}" in refusals[0]
+        assert relay.passed > 0
+        assert not admitted
+        connection, _ = dial([endpoint], SECRET, CLAIM, 5)
+        connection.close()
     finally:
         relay.close()
-    wait_until(lambda: bool(refusals), "it is refused")
-    assert f"connected to {relay.endpoint} and has come out at {endpoint}" in refusals[0]
-    assert relay.passed > 0
-    assert not admitted
-    connection, _ = dial([endpoint], SECRET, CLAIM, 5)
-    connection.close()
+        thread.close()
+        for connection in admitted:
+            connection.close()
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
@@ -239,15 +226,9 @@ CROWD = """
 """
 
 
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    made = _create(MEMBERS + 1, lambda count: 4096)
-    yield made
-    made.close()
-
-
 @pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")
-def test_members_get_the_memory_through_a_crowd_of_another_user(arena: Arena) -> None:
+def test_members_get_the_memory_through_a_crowd_of_another_user() -> None:
+    arena = _create(MEMBERS + 1, lambda count: 4096)
     server = _ArenaServer(arena, 0, range(MEMBERS + 1), 1)
     name = server.listen(SECRET)
     with subprocess.Popen(
@@ -266,6 +247,7 @@ def test_members_get_the_memory_through_a_crowd_of_another_user(arena: Arena) ->
         finally:
             crowd.kill()
             server.close()
+            arena.close()
 
 
 def test_a_full_queue_of_the_socket_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
