@@ -274,20 +274,11 @@ def _mpi(native: ModuleType, _kind: str, hosts: int) -> Iterator[Fabric]:
             rank.destroy()
 
 
-def fabric_of(native: ModuleType, kind: str, hosts: int) -> Any:
-    """A context manager that gives a Fabric of one of KINDS and destroys it at the end."""
-    return (_tcp if kind in TCP_KINDS else _mpi)(native, kind, hosts)
-
-
 def joining(native: ModuleType, kind: str) -> Iterator[Join]:
-    """For fixtures: gives join(hosts), which makes fabrics, and destroys them afterwards."""
+    """For fixtures: gives join(hosts), which makes fabrics of one of KINDS, and destroys them afterwards."""
+    make = _tcp if kind in TCP_KINDS else _mpi
     with ExitStack() as fabrics:
-
-        def join(hosts: int) -> Fabric:
-            fabric: Fabric = fabrics.enter_context(fabric_of(native, kind, hosts))
-            return fabric
-
-        yield join
+        yield lambda hosts: fabrics.enter_context(make(native, kind, hosts))
 
 
 def progress_until(ranks: list[Rank], *ios: Io) -> None:

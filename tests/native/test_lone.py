@@ -163,13 +163,6 @@ def test_an_output_that_only_fits_what_other_ranks_did_not_tell_is_left_alone(ra
     until_counted(rank, step)
 
 
-@on_ranks([2], **PATIENT)
-def test_the_first_use_of_a_name_is_agreed_on_by_the_leader(rank: Rank) -> None:
-    for step in range(20):
-        allreduce(rank, 0, 4, f"name {step}")
-    assert counted(rank) == 0
-
-
 @pytest.mark.parametrize(
     ("hosts", "spin_us", "cycle_time_us"),
     [((1, 1), 10_000, 0), ((2,), 0, 0), ((2,), 10_000, 100), ((1,), 10_000, 0)],
@@ -183,7 +176,9 @@ def test_where_nobody_counts_all_is_as_ever(rank: Rank) -> None:
 
 
 @on_ranks([2], **PATIENT)
-def test_more_rows_than_there_is_room_for_are_told_to_the_leader(rank: Rank) -> None:
+def test_the_first_use_of_a_name_and_more_rows_than_there_is_room_for_are_told_to_the_leader(rank: Rank) -> None:
+    for step in range(20):
+        allreduce(rank, 0, 4, f"name {step}")
     arrays = [np.full(3, i, np.int32) for i in range(200)]
     for _ in range(5):
         tensors = describe(arrays, arrays)

@@ -27,7 +27,8 @@ from horo.errors import (
 
 
 @on_ranks([2], [1, 1])
-def test_a_team_is_removed_though_a_rank_has_refused_a_call_in_it(rank: Rank) -> None:
+def test_a_removal_comes_behind_refused_calls_and_is_asked_for_again_behind_the_end(rank: Rank) -> None:
+    """The answer is that of every call then, not that the removal is under way."""
     team = rank.add_team([0, 1])
     if rank.rank == 1:
         for _ in range(2):
@@ -35,6 +36,16 @@ def test_a_team_is_removed_though_a_rank_has_refused_a_call_in_it(rank: Rank) ->
                 rank.allreduce(np.ones(2, np.int32), "odd", "adasum", team=team)
     rank.context.remove_team(team)
     assert (rank.allreduce(np.ones(2, np.float32)) == 2).all()
+    team = rank.add_team([0, 1])
+    rank.meet()
+    if rank.rank == 1:
+        rank.group.kill(1)
+        return
+    for _ in range(2):
+        with pytest.raises(PeerLostError):
+            rank.context.remove_team(team)
+    with pytest.raises(PeerLostError):
+        rank.barrier(team=team)
 
 
 @on_ranks([3], [1, 2], segment_bytes=4096)
@@ -127,21 +138,6 @@ def test_a_missing_link_is_named(rank: Rank) -> None:
         rank.context.add_team([0, 1], control_fds=[-1, -1], data_fds=[-1, -1])
     with pytest.raises(UsageError, match="are on 2 hosts, but no connections between them were given"):
         rank.context.add_team([0, 1])
-
-
-@on_ranks([2], [1, 1])
-def test_a_removal_that_ends_with_the_group_can_be_asked_for_again(rank: Rank) -> None:
-    """The answer is that of every call then, not that the removal is under way."""
-    team = rank.add_team([0, 1])
-    rank.meet()
-    if rank.rank == 1:
-        rank.group.kill(1)
-        return
-    for _ in range(2):
-        with pytest.raises(PeerLostError):
-            rank.context.remove_team(team)
-    with pytest.raises(PeerLostError):
-        rank.barrier(team=team)
 
 
 @pytest.mark.parametrize("leaving", [0, 1, 2])

@@ -46,30 +46,24 @@ def test_an_adasum_has_its_phases(tmp_path: Path, hosts: list[int], via: str, le
     assert {name: rows[name] for name in expected} == expected
 
 
-def test_names_are_whole_and_escaped_and_automatic_ones_share_a_row(tmp_path: Path) -> None:
+def test_names_are_whole_and_escaped_automatic_ones_share_a_row_and_a_failure_has_its_error(tmp_path: Path) -> None:
     names = ['quote"back\\slash\nline\ttab\x01', "gr\u00f6\u00dfe \U0001f600", "n" * 1000]
     names += ["a" * 40 + ".w", "b" * 40 + ".w"]
 
     def body(rank: Rank) -> None:
         for name in [*names, *(f"allreduce.noname.{number}" for number in range(50))]:
             rank.allreduce(np.ones(3), name)
-
-    events = recorded(tmp_path / "t.json", body)
-    found = rows_of(events)
-    assert found.keys() == {"begin", *names, "allreduce.noname"}
-    assert found["allreduce.noname"].count("ALLREDUCE") == 50
-    ended = [event["args"] for event in events if event["ph"] == "E" and event.get("args", {}).get("bytes")]
-    assert {(each["dtype"], each["shape"], each["bytes"]) for each in ended} == {("float64", "[3]", 24)}
-
-
-def test_a_request_that_fails_is_ended_with_its_error(tmp_path: Path) -> None:
-    def body(rank: Rank) -> None:
         with pytest.raises(MismatchError):
             rank.allreduce(np.ones(3 + rank.rank), "x")
 
     events = recorded(tmp_path / "t.json", body, [2])
-    assert rows_of(events)["x"] == ["NEGOTIATE_ALLREDUCE"]
+    found = rows_of(events)
+    assert found.keys() == {"begin", *names, "allreduce.noname", "x"}
+    assert found["x"] == ["NEGOTIATE_ALLREDUCE"]
     assert [e["args"]["error"] for e in events if e["ph"] == "E" and "error" in e.get("args", ())] == ["mismatch"]
+    assert found["allreduce.noname"].count("ALLREDUCE") == 50
+    ended = [event["args"] for event in events if event["ph"] == "E" and event.get("args", {}).get("bytes")]
+    assert {(each["dtype"], each["shape"], each["bytes"]) for each in ended} == {("float64", "[3]", 24)}
 
 
 @on_ranks([1])

@@ -22,7 +22,7 @@ def noise(size: int, seed: int = 0) -> bytes:
     return random.Random(seed).randbytes(size)
 
 
-def test_messages_of_a_link_arrive_in_order(join: Join) -> None:
+def test_messages_of_a_link_arrive_in_order_and_channels_do_not_mix(join: Join) -> None:
     messages = [noise(size, seed) for seed, size in enumerate([1, 0, 7, 70_000, 0, 0, 3])]
     sender, receiver = join(2).ranks
     sends = [sender.send(1, message) for message in messages]
@@ -30,10 +30,6 @@ def test_messages_of_a_link_arrive_in_order(join: Join) -> None:
     progress_until([sender, receiver], *sends, *receives)
     assert [io.bytes() for io in receives] == messages
     assert all(io.done and io.done_bytes == io.size for io in (*sends, *receives))
-
-
-def test_channels_do_not_mix(join: Join) -> None:
-    sender, receiver = join(2).ranks
     sends = [sender.send(1, b"data", DATA), sender.send(1, b"ctrl", CONTROL)]
     control = receiver.recv(0, 4, CONTROL)
     progress_until([sender, receiver], sends[1], control)
@@ -114,13 +110,16 @@ def test_progress_says_whether_anything_moved(join: Join) -> None:
     assert not sender.progress() and not receiver.progress()
 
 
-def test_posting_to_a_peer_without_a_link_is_refused(join: Join) -> None:
+def test_posting_to_a_peer_without_a_link_is_refused_and_destroy_fails_what_is_posted(join: Join) -> None:
     rank = join(2).ranks[0]
     for peer in (0, -1, 2):
         with pytest.raises(ValueError, match="-60"):
             rank.send(peer, b"x")
         with pytest.raises(ValueError, match="-60"):
             rank.recv(peer, 1)
+    posted = [rank.recv(1, 5), rank.recv(1, 0), rank.send(1, b"x", CONTROL)]
+    rank.destroy()
+    assert all(io.failed for io in posted)
 
 
 def test_an_idle_link_names_nothing_to_sleep_on(join: Join) -> None:
@@ -279,13 +278,6 @@ def test_last_words_are_delivered_to_a_rank_that_is_still_sending(join: Join) ->
     assert rank.wait(sent, *heard, more) == PEER_LOST
     assert b"".join(each.bytes() for each in heard if each.done) == words
     assert sent.failed and more.failed
-
-
-def test_destroy_fails_what_is_posted(join: Join) -> None:
-    rank = join(2).ranks[0]
-    posted = [rank.recv(1, 5), rank.recv(1, 0), rank.send(1, b"x", CONTROL)]
-    rank.destroy()
-    assert all(io.failed for io in posted)
 
 
 def test_an_abandoned_channel_lets_go_of_its_memory_and_refuses_more(join: Join) -> None:
