@@ -61,21 +61,21 @@ def test_hororun_takes_its_hosts_from_slurm_and_needs_no_ssh(slurm: Slurm, tmp_p
     assert done.returncode == 0, done.stderr
     assert f"{slurm.cluster.hosts[1].name}: srun " in done.stderr
     assert written(tmp_path) == expected("aaab", slurm.cluster)
-
-
-def test_hosts_of_a_slurm_job_can_be_checked(slurm: Slurm) -> None:
     done = slurm.run("salloc", *LAYOUTS["aabb"], *HORORUN, "--check-hosts")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert [line.partition(": ok: ")[0] for line in lines] == [host.name for host in slurm.cluster.hosts]
 
 
-def test_a_rank_that_is_killed_ends_the_step_and_is_named(slurm: Slurm) -> None:
+def test_a_rank_that_is_killed_ends_the_step_or_hororun_and_is_named(slurm: Slurm) -> None:
     done = slurm.run("srun", *LAYOUTS["aabb"], *LOSE, "3")
     assert done.returncode == 137
     b = slurm.cluster.hosts[1].name
     assert done.stderr.count(f"PeerLostError: rank 3 ({b}) is gone") == 3, done.stderr
     assert f"srun: error: {b}: task 3: Killed" in done.stderr
+    done = slurm.run("salloc", *LAYOUTS["aabb"], *HORORUN, *LOSE, "3")
+    assert done.returncode == 137
+    assert f"rank 3 on {b} was killed by SIGKILL" in done.stderr
 
 
 def test_a_rank_that_is_killed_ends_a_step_with_mpi_and_is_named(slurm: Slurm, mpi: Mpi) -> None:
@@ -84,12 +84,6 @@ def test_a_rank_that_is_killed_ends_a_step_with_mpi_and_is_named(slurm: Slurm, m
     assert done.returncode != 0
     b = slurm.cluster.hosts[1].name
     assert re.search(rf"rank 3 \({b}\) is gone|{b}: task 3: Killed", done.stderr), done.stderr
-
-
-def test_a_rank_that_is_killed_ends_hororun_and_is_named(slurm: Slurm) -> None:
-    done = slurm.run("salloc", *LAYOUTS["aabb"], *HORORUN, *LOSE, "3")
-    assert done.returncode == 137
-    assert f"rank 3 on {slurm.cluster.hosts[1].name} was killed by SIGKILL" in done.stderr
 
 
 def cancel(slurm: Slurm, folder: Path, start: Sequence[str], environment: Mapping[str, str]) -> None:

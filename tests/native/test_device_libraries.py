@@ -1,6 +1,6 @@
 """Libraries for GPUs are found where they are, and of each that is of no use the reason is told."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from types import ModuleType
@@ -43,14 +43,14 @@ def find(native: ModuleType) -> Find:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+def make(tmp_path: Path) -> Callable[..., Path]:
     """Builds a double in a folder of its own, under a name of its own, so that no test finds that of another."""
 
     def build(library: str, **defines: int) -> Path:
         number = next(_numbers)
         return build_double(library, tmp_path / str(number), soname=f"double-{number}.so", **defines)
 
-    yield build
+    return build
 
 
 def test_a_library_is_found_with_its_version_and_place(find: Find, make: Any) -> None:

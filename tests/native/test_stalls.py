@@ -41,16 +41,6 @@ def test_a_rank_that_waits_in_two_process_sets_calls_the_leaders_of_both(rank: R
     rank.finish(*handles)
 
 
-@on_ranks([2], stall_warning_ms=50, stall_shutdown_ms=200)
-def test_a_stall_ends_the_job_if_so_configured(rank: Rank) -> None:
-    if rank.rank == 1:
-        wait_for(lambda: rank.context.health() is not None)
-        assert str(rank.context.health()).startswith("this rank has not submitted what others wait for")
-        return
-    with pytest.raises(StalledError, match=r"rank 1 \(host0\) has not submitted what others wait for"):
-        rank.barrier()
-
-
 @pytest.mark.parametrize(
     ("hosts", "zero", "one"),
     [

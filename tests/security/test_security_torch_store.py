@@ -116,15 +116,14 @@ def test_an_answer_that_names_no_round_is_refused(server: Any, tampering: Callab
 
 
 @pytest.fixture
-def tampering() -> Iterator[Callable[[Tamper], None]]:
+def tampering(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tamper], None]:
     """Puts what a function returns in place of each value that is written to the store."""
-    patch, real = pytest.MonkeyPatch(), TorchStore.set
+    real = TorchStore.set
 
     def begin(tamper: Tamper) -> None:
-        patch.setattr(TorchStore, "set", lambda self, key, value: real(self, key, tamper(key, value)))
+        monkeypatch.setattr(TorchStore, "set", lambda self, key, value: real(self, key, tamper(key, value)))
 
-    yield begin
-    patch.undo()
+    return begin
 
 
 def test_an_address_of_the_attackers_is_not_dialed(server: Any, tampering: Callable[[Tamper], None]) -> None:
