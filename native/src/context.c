@@ -67,8 +67,8 @@ HORO_API void horo_destroy_watch(horo_watch *watch) {
 HORO_API int horo_create(const horo_setup *setup, horo_context **context, char *error, size_t error_bytes) {
     struct hr_error failure = {0};
     struct horo_context *created = calloc(1, sizeof *created);
-    struct hr_team *world = calloc(1, sizeof *world);
-    int status = created == NULL || world == NULL
+    struct hr_team *world = created == NULL ? NULL : calloc(1, sizeof *world);
+    int status = world == NULL
                      ? hr_fail(&failure, HORO_ERR_RESOURCE, "out of memory for a context")
                      : hr_team_init(world, &created->node, setup->rank, setup->size, setup->host_of_rank,
                                     (size_t)setup->segment_bytes, &failure);

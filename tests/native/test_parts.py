@@ -1,4 +1,4 @@
-"""Small parts of the core, each by itself; and the memory of a host on kernels with larger pages."""
+"""Small parts of the core, each by itself; the memory of a host on kernels with larger pages; too little memory."""
 
 import fcntl
 import os
@@ -217,3 +217,30 @@ def test_ranks_share_memory_in_larger_pages(tmp_path: Path, page: int, segment: 
     first, second, third = map(int, said.split())
     few = 8 * page // 512  # the words of the set that are cleared one by one
     assert second <= first + few and third <= second + few, "what the process set has used is still there"
+
+
+# Rank 0 of two hosts begins as often as it takes until none of the core's allocations is refused.
+BEGINNING = """
+from fabric import make_setups
+from horo.core import context
+from horo.errors import ResourceError
+
+left = ctypes.c_int.in_dll(ctypes.CDLL(None), "hr_refused")
+kept, reasons = [], []
+while left.value == 0:
+    setup = make_setups([1, 1])[0]
+    left.value = len(kept) + len(reasons) + 1
+    try:
+        kept.append(context.Context(setup))
+    except ResourceError as error:
+        reasons.append(str(error))
+print(*sorted(set(reasons)), sep="; ", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(bool(os.environ.get("HORO_SANITIZE")), reason="the sanitizer is loaded in the place of the double")
+def test_a_rank_that_begins_without_memory_names_what_there_is_none_for(tmp_path: Path) -> None:
+    said = run_script(BEGINNING, LD_PRELOAD=str(build_double("libmemory.so", tmp_path)))
+    assert "out of memory for a context" in said
+    assert "no memory for the link to host 1" in said
