@@ -29,8 +29,7 @@ def refuses(hosts: Sequence[int], connect: Callable[[Rank], object], error: type
         assert caught.type is (error if is_here else AbortedError)
         assert rank.allreduce(ONES.copy()).tolist() == [rank.size] * 5
 
-    with Group(hosts) as group:
-        group.run(body)
+    run_ranks(body, hosts)
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)

@@ -88,9 +88,15 @@ def test_started_and_stopped_a_hundred_times_it_leaves_nothing(rank: Rank, tmp_p
 
 
 @on_ranks([1])
-def test_what_cannot_be_written_is_named(rank: Rank, tmp_path: Path) -> None:
-    context = rank.context
-    context.start_timeline(str(tmp_path / "t"))
+def test_a_start_goes_on_in_the_same_file_or_another_one_and_is_refused_without_one(rank: Rank, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    (tmp_path / "link").symlink_to(first)
+    rank.context.start_timeline(str(first))
+    rank.allreduce(np.ones(3), "a")
+    wait_for(lambda: "  SHM_ALLREDUCE" in look_at(first).get("a", ()))
+    rank.context.start_timeline(str(tmp_path / "link"), marks_batches=True)
+    rank.allreduce(np.ones(3), "b")
+    rank.context.start_timeline(str(second))
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     for path, reason in (
@@ -101,23 +107,8 @@ def test_what_cannot_be_written_is_named(rank: Rank, tmp_path: Path) -> None:
         (tmp_path / ("n" * 300), "File name too long"),
     ):
         with pytest.raises(UsageError, match=f"'{path}' cannot be written.*{reason}"):
-            context.start_timeline(str(path))
-    rank.allreduce(np.ones(3), "x")
-    context.stop_timeline()
-    assert "x" in rows_of(parse_timeline(tmp_path / "t"))  # it has gone on
-
-
-@on_ranks([1])
-def test_a_start_with_the_same_file_goes_on_and_with_another_one_there(rank: Rank, tmp_path: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    (tmp_path / "link").symlink_to(first)
-    rank.context.start_timeline(str(first))
-    rank.allreduce(np.ones(3), "a")
-    wait_for(lambda: "  SHM_ALLREDUCE" in look_at(first).get("a", ()))
-    rank.context.start_timeline(str(tmp_path / "link"), marks_batches=True)
-    rank.allreduce(np.ones(3), "b")
-    rank.context.start_timeline(str(second))
-    rank.allreduce(np.ones(3), "c")
+            rank.context.start_timeline(str(path))
+    rank.allreduce(np.ones(3), "c")  # the one before has gone on
     rank.context.stop_timeline()
     events = parse_timeline(first)
     assert rows_of(events).keys() == {"a", "b"}
