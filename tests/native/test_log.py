@@ -1,7 +1,6 @@
 """Messages of the core reach Python's logging, and stderr where Python does not come."""
 
 import logging
-import os
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import ranks
+from jobs import in_child
 from ranks import Group, Rank, recorded_stderr, wait_for
 
 from horo.core import context as core
@@ -86,11 +86,7 @@ def test_a_full_queue_is_written_and_what_is_left_at_the_end_or_comes_late(nativ
 
 def test_a_forked_child_writes_to_stderr(queue: Queue) -> None:
     with recorded_stderr() as written:
-        child = os.fork()
-        if child == 0:
-            queue.log("of the child")
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
+        in_child(lambda: queue.log("of the child"))
         assert written() == "horo [3] warning: of the child\n"
     assert queue.take() is None
 

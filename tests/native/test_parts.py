@@ -12,6 +12,7 @@ import pytest
 from doubles import build_double
 from hypothesis import given
 from hypothesis import strategies as st
+from jobs import in_child
 from ranks import Group, Rank, run_script, wait_for
 
 from horo.errors import PeerLostError
@@ -23,17 +24,9 @@ from horo.errors import PeerLostError
 def test_a_child_is_told_from_its_parent(native: ModuleType, by_pid: bool) -> None:
     owner = native.lib.shim_owner_create(by_pid)
     assert native.lib.shim_owner_is_here(owner) == 1
-    child = os.fork()
-    if child == 0:
-        grandchild = os.fork()
-        os._exit(native.lib.shim_owner_is_here(owner) if grandchild == 0 else _wait(grandchild))
-    assert _wait(child) == 0
+    assert in_child(lambda: in_child(lambda: native.lib.shim_owner_is_here(owner))) == 0
     assert native.lib.shim_owner_is_here(owner) == 1
     native.lib.shim_owner_destroy(owner)
-
-
-def _wait(child: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 # ---- A thread of a GPU's driver may look at a request until its staging has been let go of. At the end of a group the

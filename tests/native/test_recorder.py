@@ -1,6 +1,5 @@
 """The flight recorder: what is kept of what many threads write beside a reader, and what ranks note of their work."""
 
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any
 import native_build
 import numpy as np
 import pytest
+from jobs import in_child
 from ranks import Group, Rank, Written, on_ranks
 
 from horo.core.context import Event
@@ -212,13 +212,11 @@ def test_events_are_refused_in_a_forked_child_and_after_the_end() -> None:
         context = group.contexts[0]
         Rank(context).barrier()
         assert len(context.events()) == 4
-        child = os.fork()
-        if child == 0:
-            try:
+
+        def be_refused() -> None:
+            with pytest.raises(UsageError, match="forked"):
                 context.events()
-            except UsageError as error:
-                os._exit(0 if "forked" in str(error) else 2)
-            os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+        in_child(be_refused)
     with pytest.raises(UsageError, match="shut down"):
         context.events()
