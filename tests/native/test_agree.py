@@ -176,22 +176,12 @@ def test_a_request_that_could_not_travel_is_refused_with_its_size(rank: Rank, by
     assert rank.allreduce(np.ones(3)).tolist() == [2.0] * 3
 
 
-@pytest.fixture(scope="module")
-def largest() -> list[context.RequestBuffer]:
-    """Of each rank."""
-    return [request_of(REQUEST_MAX, rank) for rank in range(2)]
-
-
 @pytest.mark.skipif(native_build.FLAVOUR == "thread", reason="what is looked for is memory, which the other one checks")
-@pytest.mark.parametrize("hosts", [[2], [1, 1]], ids=str)
-def test_the_largest_request_is_agreed_on(largest: list[context.RequestBuffer], hosts: list[int]) -> None:
-    LAST[:] = [[1], [10]]
-
-    def body(rank: Rank) -> None:
-        rank.finish(rank.context.submit(largest[rank.rank]))
-
-    run_ranks(body, hosts)
-    assert LAST.tolist() == [[11.0] * 3] * 2
+@on_ranks([2], [1, 1])
+def test_the_largest_request_is_agreed_on(rank: Rank) -> None:
+    LAST[rank.rank] = 1 + 9 * rank.rank
+    rank.finish(rank.context.submit(request_of(REQUEST_MAX, rank.rank)))
+    assert LAST[rank.rank].tolist() == [11.0] * 3
 
 
 HUGE = 1 << 31

@@ -18,7 +18,7 @@ import wire_oracle as oracle
 from fabric import close_setup, make_setups
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import SUM, Group, Rank, context_of, describe, on_ranks, run_ranks, wait_for
+from ranks import SUM, Group, Rank, context_of, describe, on_ranks, wait_for
 
 from horo.core import context
 from horo.core.context import Context
@@ -75,29 +75,28 @@ def test_whatever_stands_in_the_hosts_memory_lets_waits_sleep_for_a_second_at_mo
     assert is_on(until, now)
 
 
-@pytest.mark.parametrize("is_heeded", [True, False])
-def test_a_wait_sleeps_where_others_want_the_cores(native: ModuleType, is_heeded: bool) -> None:
+@pytest.mark.parametrize("sleeps_under_contention", [True, False])
+@on_ranks("sleeps_under_contention", spin_us=20_000_000)
+def test_a_wait_sleeps_where_others_want_the_cores(
+    rank: Rank, native: ModuleType, sleeps_under_contention: bool
+) -> None:
     """Else it would spin for twenty seconds."""
+    waiting = rank.group.contexts[0]
+    rank.run("barrier", "first", [])
+    before = waiting.counters()["sleeps"]
+    native.lib.shim_contention_yielded(context_of(native, rank), LONG)
+    rank.meet()
+    if rank.rank == 1:
+        until = time.monotonic() + 0.2
 
-    def body(rank: Rank) -> None:
-        waiting = rank.group.contexts[0]
-        rank.run("barrier", "first", [])
-        before = waiting.counters()["sleeps"]
-        native.lib.shim_contention_yielded(context_of(native, rank), LONG)
-        rank.meet()
-        if rank.rank == 1:
-            until = time.monotonic() + 0.2
+        def is_over() -> bool:
+            native.lib.shim_contention_yielded(context_of(native, rank), LONG)  # it lasts
+            slept = waiting.counters()["sleeps"] > before
+            return slept if sleeps_under_contention else time.monotonic() > until
 
-            def is_over() -> bool:
-                native.lib.shim_contention_yielded(context_of(native, rank), LONG)  # it lasts
-                slept = waiting.counters()["sleeps"] > before
-                return slept if is_heeded else time.monotonic() > until
-
-            wait_for(is_over)
-        rank.run("barrier", "second", [])
-        assert rank.rank == 1 or (waiting.counters()["sleeps"] > before) == is_heeded
-
-    run_ranks(body, [2], spin_us=20_000_000, sleeps_under_contention=is_heeded)
+        wait_for(is_over)
+    rank.run("barrier", "second", [])
+    assert rank.rank == 1 or (waiting.counters()["sleeps"] > before) == sleeps_under_contention
 
 
 CORES = sorted(os.sched_getaffinity(0))

@@ -374,8 +374,9 @@ SCALED = {"prescale": 0.3, "postscale": 0.7}
 @pytest.mark.parametrize(
     "form", [("float16", None), ("float32", "bfloat16"), ("float32", None), ("complex64", None)], ids=str
 )
+@on_ranks("hosts", cache_capacity=8)
 def test_the_bits_do_not_depend_on_the_path(
-    hosts: list[int], op: str, options: dict[str, float], spread: float, form: tuple[str, str | None]
+    rank: Rank, *, hosts: list[int], op: str, options: dict[str, float], spread: float, form: tuple[str, str | None]
 ) -> None:
     """On all ranks, in a batch and carried."""
     dtype, wire = form
@@ -384,26 +385,23 @@ def test_the_bits_do_not_depend_on_the_path(
     inputs = [(random.standard_normal(COUNT) * turn * spread).astype(dtype) for _ in range(sum(hosts))]
     wanted = {"wires": [wire], "reduce_op": context.REDUCE_OPS[op], **options}
 
-    def reduce(rank: Rank, *names: str) -> bytes:
+    def reduce(*names: str) -> bytes:
         arrays = [inputs[rank.rank].copy() for _ in names]
         pairs = zip(names, arrays, strict=True)
         rank.finish(*[rank.submit("allreduce", name, [array], **wanted) for name, array in pairs])
         return arrays[-1].tobytes()
 
-    def body(rank: Rank) -> None:
-        other = rank.group.contexts[hosts[0]]  # the leader of the other host
-        for name in ("x", "y"):
-            reduce(rank, name)
-        rank.barrier()
-        assert rank.is_common("bits", reduce(rank, "y", "x"))  # two at once are not carried
-        rank.meet()
-        before = other.counters()["messages_sent"]
-        rank.meet()
-        if rank.rank == hosts[0] - 1:  # so the other host's data is at the root before that of all its own ranks
-            wait_for(lambda: other.counters()["messages_sent"] > before)
-        assert rank.is_common("bits", reduce(rank, "x"))
-
-    run_ranks(body, hosts, cache_capacity=8)
+    other = rank.group.contexts[hosts[0]]  # the leader of the other host
+    for name in ("x", "y"):
+        reduce(name)
+    rank.barrier()
+    assert rank.is_common("bits", reduce("y", "x"))  # two at once are not carried
+    rank.meet()
+    before = other.counters()["messages_sent"]
+    rank.meet()
+    if rank.rank == hosts[0] - 1:  # so the other host's data is at the root before that of all its own ranks
+        wait_for(lambda: other.counters()["messages_sent"] > before)
+    assert rank.is_common("bits", reduce("x"))
 
 
 @on_ranks([1, 1], [1, 1, 1])

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from ranks import SUM, Group, Rank, context_of, describe, on_ranks, run_ranks, run_script, wait_for
+from ranks import SUM, Group, Rank, context_of, describe, on_ranks, run_script, wait_for
 
 from horo.core import context as _core
 from horo.core import request_buffer
@@ -70,29 +70,28 @@ def test_a_result_goes_into_offered_memory(rank: Rank) -> None:
 
 @pytest.mark.parametrize("check_ms", [0, 1])
 @pytest.mark.parametrize("rows", [3, 4])
-def test_a_wait_ended_early_goes_on_until_the_result(monkeypatch: pytest.MonkeyPatch, check_ms: int, rows: int) -> None:
+@on_ranks([3])
+def test_a_wait_ended_early_goes_on_until_the_result(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, check_ms: int, rows: int
+) -> None:
     """The way out and in again by which signal handlers run."""
     monkeypatch.setattr(_core, "_SIGNAL_CHECK_MS", check_ms)
-
-    def body(rank: Rank) -> None:
-        for turn in range(20):
-            mine = np.full((rows, 2), 10 * turn + rank.rank, np.int32)
-            output = np.full((3 * rank.size, 2), -1, np.int32)
-            (tensor,) = describe([mine], [output])
-            buffer = _core.RequestBuffer.of(_core.OPS["allgather"], "g", [tensor], sync=True, offers=True)
-            rank.context.run(buffer)
-            handle = buffer.last_handle[0]
-            if handle:
-                data, _ = rank.context.take_result(handle, 0)
-                output = output if data is None else np.frombuffer(data, np.int32).reshape(-1, 2)
-                rank.context.release(handle)
-            assert np.array_equal(output, np.repeat(np.arange(rank.size) + 10 * turn, 2 * rows).reshape(-1, 2))
-            rank.run("barrier", "b", [])
-            ones = np.ones(3, np.float32)
-            rank.run("allreduce", "x", [ones], reduce_op=SUM)
-            assert np.all(ones == rank.size)
-
-    run_ranks(body, [3])
+    for turn in range(20):
+        mine = np.full((rows, 2), 10 * turn + rank.rank, np.int32)
+        output = np.full((3 * rank.size, 2), -1, np.int32)
+        (tensor,) = describe([mine], [output])
+        buffer = _core.RequestBuffer.of(_core.OPS["allgather"], "g", [tensor], sync=True, offers=True)
+        rank.context.run(buffer)
+        handle = buffer.last_handle[0]
+        if handle:
+            data, _ = rank.context.take_result(handle, 0)
+            output = output if data is None else np.frombuffer(data, np.int32).reshape(-1, 2)
+            rank.context.release(handle)
+        assert np.array_equal(output, np.repeat(np.arange(rank.size) + 10 * turn, 2 * rows).reshape(-1, 2))
+        rank.run("barrier", "b", [])
+        ones = np.ones(3, np.float32)
+        rank.run("allreduce", "x", [ones], reduce_op=SUM)
+        assert np.all(ones == rank.size)
 
 
 @on_ranks([2])
