@@ -15,7 +15,7 @@ import native_build
 import numpy as np
 import pytest
 import slow_links
-from ranks import SUM, Rank, Written, describe, on_ranks, run_ranks, wait_for
+from ranks import SUM, Rank, Written, describe, on_ranks, wait_for
 from test_gather import gather
 
 from horo.core import context
@@ -98,22 +98,18 @@ def test_teams_that_differ_read_as_different(rank: Rank) -> None:
             rank.context.add_team([*(other if rank.rank == 1 else one)])
 
 
-@pytest.mark.parametrize("hosts", [[2], [1, 2]], ids=str)
-def test_rows_that_no_message_can_hold_fail_for_all_ranks(hosts: list[int]) -> None:
+@on_ranks([2], [1, 2])
+def test_rows_that_no_message_can_hold_fail_for_all_ranks(rank: Rank) -> None:
     """A leader that cannot pass them on says so instead."""
     count = 127_000
     tensor = context.Tensor(64, 64, (2**61, 0, *[1] * 62), context.DTYPES["float32"])
     request = context.RequestBuffer.of(context.OPS["allgather"], "g", [tensor] * count)
     text = f"allgather 'g': the first extents of its {count} tensors on [23] ranks take .* can travel as one request"
-
-    def body(rank: Rank) -> None:
-        handle = rank.context.submit(request)
-        with pytest.raises(Exception, match=text):
-            rank.context.wait(handle)
-        rank.context.release(handle)
-        assert rank.allreduce(np.ones(3)).tolist() == [rank.size] * 3
-
-    run_ranks(body, hosts)
+    handle = rank.context.submit(request)
+    with pytest.raises(Exception, match=text):
+        rank.context.wait(handle)
+    rank.context.release(handle)
+    assert rank.allreduce(np.ones(3)).tolist() == [rank.size] * 3
 
 
 @on_ranks([3], [1, 1], cache_capacity=5000)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ranks
 from jobs import in_child
-from ranks import Group, Rank, recorded_stderr, wait_for
+from ranks import Group, Rank, on_ranks, recorded_stderr, wait_for
 
 from horo.core import context as core
 from horo.core import log_lines
@@ -147,19 +147,16 @@ def test_a_stall_is_a_record_while_all_threads_of_the_program_sleep(kept: Callab
     assert any(re.match(r"WARNING waiting for [\d.]+ s for ranks that have not submitted", text) for text in told)
 
 
-def test_what_led_to_a_loss_is_logged_before_the_call_fails(kept: Callable[..., Kept]) -> None:
+@on_ranks([2])
+def test_what_led_to_a_loss_is_logged_before_the_call_fails(rank: Rank, kept: Callable[..., Kept]) -> None:
     handler = kept()
-
-    def body(rank: Rank) -> None:
-        if rank.rank == 0:
-            group.kill(0)
-            return
-        with pytest.raises(PeerLostError):
-            rank.barrier("never")
-        assert any(text.startswith("ERROR the last events on this rank") for text in handler.named("horo.engine"))
-
-    with recorded_stderr(), Group((2,)) as group:
-        group.run(body)
+    rank.meet()
+    if rank.rank == 0:
+        rank.group.kill(0)
+        return
+    with pytest.raises(PeerLostError):
+        rank.barrier("never")
+    assert any(text.startswith("ERROR the last events on this rank") for text in handler.named("horo.engine"))
 
 
 def test_a_message_that_a_handler_refuses_is_written(kept: Callable[..., Kept]) -> None:
