@@ -211,7 +211,7 @@ static int turn(struct hr_part *part) {
     struct hr_engine *engine = part->owner;
     struct hr_arena *arena = &engine->node->arena;
     const enum hr_stage stage = engine->drive.stage;
-    const uint32_t roll_call = atomic_load(&arena->header->roll_call); /* partner: call_roll */
+    const uint32_t roll_call = atomic_load(&arena->header->roll_call); /* partner: due, in late.c */
     struct hr_arena_block *own = &arena->blocks[arena->local_rank];
     if (atomic_load_explicit(&own->present, memory_order_relaxed) != roll_call) {
         atomic_store(&own->present, roll_call);
