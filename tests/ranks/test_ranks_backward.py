@@ -4,7 +4,9 @@ import contextlib
 import copy
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 import horo.torch as hvd
 from horo.errors import UsageError
 from horo.torch.engine import runtime
+from horo.torch.optimizer import backward_hooks
 
 
 def _requests() -> int:
@@ -135,14 +138,17 @@ def test_a_nested_backward_exchanges_nothing_before_the_outermost_ends() -> None
     assert _requests() == before + 4
 
 
+@pytest.mark.parametrize("nested", [False, True])
 @on("ranks2_in_backward")
-def test_two_threads_in_backward_of_one_optimizer_are_refused() -> None:
+def test_two_threads_in_backward_of_one_optimizer_are_refused(nested: bool) -> None:
     model, optimizer = made()
     refused: list[str] = []
 
     def other() -> None:
+        inputs = make_batch(hvd.rank(), 1).requires_grad_()
+        outputs = checkpoint(model, inputs, use_reentrant=True) if nested else model(inputs)
         with pytest.raises(UsageError) as error:
-            make_loss(model, hvd.rank(), 1).backward()
+            outputs.square().mean().backward()
         refused.append(str(error.value))
 
     def meanwhile(_: torch.Tensor) -> None:
@@ -159,6 +165,43 @@ def test_two_threads_in_backward_of_one_optimizer_are_refused() -> None:
     optimizer.zero_grad()
     backward_averages(model, 1)
     optimizer.step()
+
+
+@on("ranks2_in_backward")
+def test_threads_may_call_backward_in_turn_also_after_one_whose_error_is_kept() -> None:
+    model, optimizer = made()
+    reduce_together = backward_hooks.reduce_together
+
+    def fail(reducers: Any) -> None:
+        reduce_together(reducers)
+        raise ZeroDivisionError
+
+    with ThreadPoolExecutor(1) as pool:
+        with patch.object(backward_hooks, "reduce_together", fail):
+            failed = pool.submit(make_loss(model, hvd.rank()).backward)
+            assert isinstance(failed.exception(), ZeroDivisionError)
+        for step in range(2):
+            optimizer.zero_grad()
+            backward_averages(model, step)
+            optimizer.zero_grad()
+            pool.submit(backward_averages, model, step).result()
+    optimizer.step()
+
+
+@on("ranks2_in_backward")
+def test_checkpoints_so_deep_that_autograd_goes_on_in_another_thread_are_not_refused() -> None:
+    def outputs(model: torch.nn.Sequential, inputs: torch.Tensor, depth: int = 62) -> torch.Tensor:
+        hidden = model[:2](inputs)
+        return checkpoint(outputs, model, hidden[:, :4], depth - 1, use_reentrant=True) if depth else hidden
+
+    def loss(model: torch.nn.Sequential, rank: int) -> Any:
+        batch = make_batch(rank).requires_grad_()
+        return model[2](checkpoint(outputs, model, batch, use_reentrant=True)).square().mean()
+
+    (model, _optimizer), alone = made(), make_model()
+    (sum(loss(alone, rank) for rank in range(2)) / 2).backward()
+    loss(model, hvd.rank()).backward()
+    assert_close(gradients_of(model), gradients_of(alone))
 
 
 @on("ranks2_in_backward")

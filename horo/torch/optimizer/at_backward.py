@@ -14,7 +14,7 @@ from horo.torch.engine import runtime
 from horo.torch.engine.request import Request
 from horo.torch.ops.allreduce import Sum
 from horo.torch.optimizer.advice import Advice
-from horo.torch.optimizer.backward_hooks import call_at_end, is_nested, runs_elsewhere
+from horo.torch.optimizer.backward_hooks import call_at_end, find_caller, runs_elsewhere
 from horo.torch.optimizer.gradient_reducer import GradientReducer
 from horo.torch.optimizer.membership import HOOK_LOCK, Membership
 from horo.torch.optimizer.parameter_state import ParameterState
@@ -184,8 +184,8 @@ class BackwardReducer(GradientReducer):
                 "torch's compiled autograd runs this backward(), and it does not tell when a backward ends; leave "
                 f"compiled autograd out, or {self.membership.advice.no_end}"
             )
-        nested = is_nested()
-        if not nested and state.parameter.is_cpu and runs_elsewhere(self):
+        nested, thread = find_caller()
+        if thread is not None and runs_elsewhere(self, thread):
             raise UsageError(
                 f"{self.membership.owner}: two threads call backward() at the same time, so their gradients are added "
                 "up in the middle of the reduction; let one thread call it after the other, or give each a model and "
@@ -203,7 +203,7 @@ class BackwardReducer(GradientReducer):
         # A gradient that a nested run has made may be added to by the next one.
         is_last = self._passes + 1 >= self.options.passes
         self._overlaps = is_last and not nested and self._may_overlap(state.parameter)
-        call_at_end(self)
+        call_at_end(self, thread)
         self.ready.overlaps = self._overlaps and COUNTS_IN_HOOKS
         self.ready.run = run  # last: a hook in another thread goes on as soon as it sees that
 

@@ -22,7 +22,7 @@ from horo.torch.optimizer.parameter_state import BUCKET_BYTES, ParameterState
 from horo.torch.optimizer.shared_gradients import current_run
 from horo.torch.optimizer.together import Reduces, reduce_together
 
-__all__ = ["HoldsGradients", "ReadyGradients", "ReducesAtEnd", "call_at_end", "is_nested", "runs_elsewhere"]
+__all__ = ["HoldsGradients", "ReadyGradients", "ReducesAtEnd", "call_at_end", "find_caller", "runs_elsewhere"]
 
 _ENTRIES = (torch.autograd.backward.__code__, torch.autograd.grad.__code__)
 _FUNCTION_BACKWARD = torch_private.code_of_function_backward()
@@ -89,46 +89,53 @@ class ReducesAtEnd(Reduces, Protocol):
 class _End:
     """The end of a run of autograd. The run alone refers to it, also where an exception ends that."""
 
-    def __init__(self) -> None:
+    def __init__(self, thread: int | None) -> None:
         self.reducers: weakref.WeakSet[ReducesAtEnd] = weakref.WeakSet()
         """The reducers that the run concerns."""
-        self.thread = threading.get_ident()
-        """The thread of the first hook. It is the one that called ``backward()``, but for a parameter on a GPU."""
+        self.thread = thread
+        """The thread that called the outermost ``backward()``; None: not known, or that has ended."""
 
     def run_ended(self) -> None:
         """Called by autograd."""
-        node = torch_private.outer_node()
-        if node is None or not _call_after(node, self.reducers):
-            due = sorted(self.reducers, key=lambda reducer: reducer.membership.order)
-            reduce_together([reducer for reducer in due if reducer.end_pass()])
+        try:
+            node = torch_private.outer_node()
+            if node is None or not _call_after(node, self.reducers, self.thread):
+                due = sorted(self.reducers, key=lambda reducer: reducer.membership.order)
+                reduce_together([reducer for reducer in due if reducer.end_pass()])
+        finally:
+            self.thread = None  # who keeps an error keeps this object, too
 
 
 _ends: weakref.WeakValueDictionary[int, _End] = weakref.WeakValueDictionary()
 """By the number of the run, which no other run gets."""
 
 
-def is_nested() -> bool:
-    """Whether the run that calls is inside another one. It costs a walk up the stack, a few microseconds."""
-    entries = 0
+def find_caller() -> tuple[bool, int | None]:
+    """Finds who has called the run of autograd that calls. The walk up the stack costs a few microseconds.
+
+    Returns:
+        Whether the run is inside another one; and the thread that called the outermost ``backward()``, which is None
+        in a thread of autograd's own: it has one for each GPU, and some for what is nested deeply.
+    """
+    calls, outermost = 0, None
     frame = inspect.currentframe()
     while frame is not None:
         code = frame.f_code
-        if code is _FUNCTION_BACKWARD:
-            return True
-        entries += code in _ENTRIES
-        if entries == 2:
-            return True
+        if code in _ENTRIES or code is _FUNCTION_BACKWARD:
+            calls, outermost = calls + 1, code
         frame = frame.f_back
-    return False
+    is_here = outermost in _ENTRIES
+    return calls > is_here, threading.get_ident() if is_here else None
 
 
-def runs_elsewhere(reducer: ReducesAtEnd) -> bool:
-    """Whether another thread is in a backward for gradients of ``reducer``. It is called in a hook."""
-    return any(end.thread != threading.get_ident() and reducer in end.reducers for end in list(_ends.values()))
+def runs_elsewhere(reducer: ReducesAtEnd, thread: int) -> bool:
+    """Whether a thread other than ``thread`` is in a backward for gradients of ``reducer``."""
+    ends = [reference() for reference in _ends.valuerefs()]  # at once: other threads end runs meanwhile
+    return any(end is not None and end.thread not in {None, thread} and reducer in end.reducers for end in ends)
 
 
-def call_at_end(reducer: ReducesAtEnd) -> None:
-    """Reduces the gradients of ``reducer`` at the end of the outermost backward in progress.
+def call_at_end(reducer: ReducesAtEnd, thread: int | None) -> None:
+    """Reduces the gradients of ``reducer`` at the end of the outermost backward in progress, which ``thread`` called.
 
     It is called in a hook of autograd. An exception of the end comes out of ``backward()``.
     """
@@ -136,12 +143,12 @@ def call_at_end(reducer: ReducesAtEnd) -> None:
     with HOOK_LOCK:
         end = _ends.get(run)
         if end is None:
-            end = _ends[run] = _End()
+            end = _ends[run] = _End(thread)
             torch_private.queue_at_end(end.run_ended)
         end.reducers.add(reducer)
 
 
-def _call_after(node: Any, reducers: Iterable[ReducesAtEnd]) -> bool:
+def _call_after(node: Any, reducers: Iterable[ReducesAtEnd], thread: int | None) -> bool:
     """Calls ``call_at_end`` in the run that evaluates ``node``, right after it; whether anything comes after it."""
     handles: list[Any] = []
 
@@ -149,7 +156,7 @@ def _call_after(node: Any, reducers: Iterable[ReducesAtEnd]) -> bool:
         while handles:
             handles.pop().remove()
         for reducer in reducers:
-            call_at_end(reducer)
+            call_at_end(reducer, thread)
 
     for following, _ in node.next_functions:
         if following is not None:
