@@ -161,6 +161,8 @@ class Schedule:
         """By team: after which bunch each member joins, and in which one all wait for that."""
         self.joined_after: list[tuple[int, int, int]] = []
         """Rank, bunch, team of each join before the last bunch."""
+        self.refused: set[tuple[int, str]] = set()
+        """Names of teams that have been refused: a rank that joins drops a refusal that stands behind another."""
         live, churn, most = [], chance.choice([1, 3, 10]), chance.randrange(4)
         while self.left > 0:
             self._bunch(live, churn, most)
@@ -185,9 +187,12 @@ class Schedule:
         usable = [team for team in [0, 0, *live] if team not in busy]
         for _ in range(chance.choice([1, chance.randrange(1, BUNCH)]) if usable else 0):
             team, name = chance.choice(usable), f"layers.{chance.randrange(NAMES)}.weight"
-            if chance.random() < 0.4 or any((each.team, each.name) == (team, name) for each in bunch):
+            is_taken = (team, name) in self.refused or any((each.team, each.name) == (team, name) for each in bunch)
+            if chance.random() < 0.4 or is_taken:
                 name = f"once {number}.{len(bunch)} ".ljust(chance.randrange(140), "n")  # messages of any length
             bunch.append(self._operation(team, name))
+            if bunch[-1].how == "refused":
+                self.refused.add((team, name))
             if team in self.joins:
                 bunch[-1].joined = [rank for rank, after in self.joins[team][0].items() if after < number]
         for team in ending:
