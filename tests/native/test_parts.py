@@ -222,11 +222,13 @@ left = ctypes.c_int.in_dll(ctypes.CDLL(None), "hr_refused")
 kept, reasons = [], []
 while left.value == 0:
     setup = make_setups([1, 1])[0]
+    descriptors = os.listdir("/proc/self/fd")
     left.value = len(kept) + len(reasons) + 1
     try:
         kept.append(context.Context(setup))
     except ResourceError as error:
         reasons.append(str(error))
+        assert os.listdir("/proc/self/fd") == descriptors, error
 print(*sorted(set(reasons)), sep="; ", flush=True)
 os._exit(0)
 """

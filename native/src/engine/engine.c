@@ -173,6 +173,7 @@ static void free_parts(struct hr_engine *engine) {
 static hr_status init_parts(struct hr_engine *engine, struct hr_team *world, const horo_setup *setup,
                             struct hr_error *error) {
     HR_TRY(hr_lane_create(&engine->lane_setup, world, &engine->lanes[0], error));
+    engine->lane_count = 1;
     struct hr_drive *drive = &engine->drive;
     hr_drive_add(drive, &engine->leaving.part, &hr_part_end, engine);
     hr_drive_add(drive, &engine->submissions, &SUBMISSIONS, engine);
@@ -187,7 +188,6 @@ static hr_status init_parts(struct hr_engine *engine, struct hr_team *world, con
         atomic_store(&engine->node->arena.blocks[engine->node->local_rank].alive_until_ns, INT64_MAX);
     }
     engine->requests.places[0] = (struct hr_place){.is_used = 1, .port = &engine->lanes[0]->port, .has_local = 1};
-    engine->lane_count = 1;
     HR_TRY(init_tuning(engine, setup, error));
     return hr_drive_start(&engine->drive, error);
 }
