@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -42,10 +42,18 @@ def environments(
 
 
 def run_threads(functions: Sequence[Callable[[], T]]) -> list[T | BaseException]:
-    """The result of each function, or what it raised; all run at once."""
-    with ThreadPoolExecutor(len(functions)) as pool:
-        runs = [pool.submit(function) for function in functions]
-        return [run.exception(60) or run.result() for run in runs]
+    """The result of each function, or what it raised; all run at once. The process may end before one that hangs."""
+    runs = [Future[T]() for _ in functions]
+
+    def run(function: Callable[[], T], ended: Future[T]) -> None:
+        try:
+            ended.set_result(function())
+        except BaseException as error:
+            ended.set_exception(error)
+
+    for pair in zip(functions, runs, strict=True):
+        threading.Thread(target=run, args=pair, daemon=True).start()
+    return [ended.exception(60) or ended.result() for ended in runs]
 
 
 class _OfThreads(threading.local):
