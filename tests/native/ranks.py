@@ -24,8 +24,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from fabric import close_setup, make_setups, make_team_links
-from slow_links import Relay, Relays
+from fabric import Relay, Relays, close_setup, make_setups, make_team_links
 
 from horo.core import context as _core
 from horo.core.context import Context, Tensor

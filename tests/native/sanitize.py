@@ -27,12 +27,12 @@ OPTIONS = {
 }
 # Threads of a rank, ranks that share memory, and what they have in common: the engine, its lanes and the log.
 _RACES = """
-cores device_staged end engine join link log lone nccl nccl_failures ordered pairs parts recorder sanitize stalls stress
+cores device_staged end engine join link log lone nccl nccl_failures ordered pairs parts stalls stress
 teams timeline waits
 """
 # What else reads and writes memory, in one thread or as the random schedules do.
 _MEMORY = """
-adasum calls cross device_libraries gather kernel large_moves refusal transport transport_own wire
+calls gather kernel refusal transport transport_own values wire
 """
 FILES = {"thread": _RACES.split(), "address": [*_RACES.split(), *_MEMORY.split()]}
 """The files of a sanitizer's run; `HORO_ALL_CASES=1`, as of `make test-all`, takes all."""

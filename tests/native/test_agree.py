@@ -11,10 +11,10 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
+import fabric
 import native_build
 import numpy as np
 import pytest
-import slow_links
 from ranks import SUM, Rank, Written, describe, on_ranks, wait_for
 from test_gather import gather
 
@@ -239,9 +239,7 @@ def await_all(rank: Rank, *handles: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "hosts"),
-    [("empty", [1, 1]), ("barrier", [1, 1, 1]), ("barrier", [2, 1]), ("mismatch", [2, 1])],
-    ids=str,
+    ("kind", "hosts"), [("empty", [1, 1]), ("barrier", [1, 1, 1]), ("barrier", [2, 1]), ("mismatch", [2, 1])], ids=str
 )
 @on_ranks("hosts", spin_us=1000, stall_warning_ms=0)
 def test_what_is_over_at_once_does_not_hold_up_the_operation_behind_it(rank: Rank, kind: str) -> None:
@@ -290,7 +288,7 @@ def test_thousands_of_new_names_pass_while_a_batch_runs(rank: Rank, late: int) -
     assert all(array[0] == rank.size * (rank.size + 1) / 2 for array in small)
 
 
-@on_ranks([1, 2], tcp=True, relay=slow_links.Relay(data_chunk_bytes=1 << 17, chunk_pause_s=0.01))
+@on_ranks([1, 2], tcp=True, relay=fabric.Relay(data_chunk_bytes=1 << 17, chunk_pause_s=0.01))
 def test_a_death_beside_a_leader_ends_the_batch_on_all_hosts(rank: Rank) -> None:
     """Rank 2 has no link to rank 0, and rank 1, which sees it die, stays; so rank 0 must be told. It takes seconds."""
     array = np.ones(10_000_000, np.float32)
@@ -306,7 +304,7 @@ def test_a_death_beside_a_leader_ends_the_batch_on_all_hosts(rank: Rank) -> None
     assert isinstance(rank.context.health(), PeerLostError)
 
 
-SLOWLY = slow_links.Relay(data_chunk_bytes=1 << 15, chunk_pause_s=0.016)
+SLOWLY = fabric.Relay(data_chunk_bytes=1 << 15, chunk_pause_s=0.016)
 """2 MiB/s: small data, a long batch."""
 
 

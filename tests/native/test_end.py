@@ -13,9 +13,9 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from fabric import Relay
 from native_build import FLAVOUR
 from ranks import SUM, Group, Rank, Written, on_ranks, run_script, wait_for
-from slow_links import Relay
 
 from horo.core.context import Context
 from horo.errors import AbortedError, HoroError, PeerLostError

@@ -13,17 +13,9 @@ from fabric import close_setup, make_setups
 from native_build import FLAVOUR
 from ranks import SUM, Rank, on_ranks, run_ranks, run_script, wait_for
 
+from horo import errors
 from horo.core.context import Context
 from horo.core.setup import KNOBS
-from horo.errors import (
-    AbortedError,
-    GroupError,
-    MismatchError,
-    PeerLostError,
-    ResourceError,
-    UnsupportedError,
-    UsageError,
-)
 
 
 @on_ranks([2], [1, 1])
@@ -32,7 +24,7 @@ def test_a_removal_comes_behind_refused_calls_and_is_asked_for_again_behind_the_
     team = rank.add_team([0, 1])
     if rank.rank == 1:
         for _ in range(2):
-            with pytest.raises(UnsupportedError):
+            with pytest.raises(errors.UnsupportedError):
                 rank.allreduce(np.ones(2, np.int32), "odd", "adasum", team=team)
     rank.context.remove_team(team)
     assert (rank.allreduce(np.ones(2, np.float32)) == 2).all()
@@ -42,9 +34,9 @@ def test_a_removal_comes_behind_refused_calls_and_is_asked_for_again_behind_the_
         rank.group.kill(1)
         return
     for _ in range(2):
-        with pytest.raises(PeerLostError):
+        with pytest.raises(errors.PeerLostError):
             rank.context.remove_team(team)
-    with pytest.raises(PeerLostError):
+    with pytest.raises(errors.PeerLostError):
         rank.barrier(team=team)
 
 
@@ -56,9 +48,9 @@ def test_numbers_are_used_again_and_nothing_of_the_former_team_is_left(rank: Ran
         teams = [rank.add_team(ranks) for ranks in both]
         assert teams == [1 + step * 256, 2 + step * 256]  # the ids are not
         for former in [team - 256 for team in teams] if step > 0 else []:
-            with pytest.raises(UsageError, match=f"'x': process set {former % 256} has been removed"):
+            with pytest.raises(errors.UsageError, match=f"'x': process set {former % 256} has been removed"):
                 rank.allreduce(np.ones(1, np.float32), "x", team=former)
-            with pytest.raises(UsageError, match=f"process set {former % 256} has been removed"):
+            with pytest.raises(errors.UsageError, match=f"process set {former % 256} has been removed"):
                 rank.context.remove_team(former)
         for team, ranks in zip(teams, both, strict=True):
             if rank.rank not in ranks:
@@ -76,7 +68,7 @@ def test_numbers_are_used_again_and_nothing_of_the_former_team_is_left(rank: Ran
 def test_there_are_at_most_64_teams(rank: Rank) -> None:
     teams = [rank.context.add_team([i % 2]) for i in range(63)]
     assert teams == list(range(1, 64))
-    with pytest.raises(ResourceError, match="there are 64 process sets already"):
+    with pytest.raises(errors.ResourceError, match="there are 64 process sets already"):
         rank.context.add_team([0, 1])
     rank.context.remove_team(17)
     assert rank.context.add_team([0, 1]) == 17 + 256
@@ -96,20 +88,20 @@ BAD = [
 @on_ranks([2])
 def test_impossible_teams_are_refused_and_ranks_that_ask_for_different_ones_go_on(rank: Rank) -> None:
     for ranks, text in BAD:
-        with pytest.raises(UsageError, match=text):
+        with pytest.raises(errors.UsageError, match=text):
             rank.context.add_team(ranks)
-    with pytest.raises(MismatchError, match=r"rank 0 .* calls add_process_set for .* \[0, 1\], rank 1 .*\[1\]"):
+    with pytest.raises(errors.MismatchError, match=r"rank 0 .* calls add_process_set for .* \[0, 1\], rank 1 .*\[1\]"):
         rank.context.add_team([1] if rank.rank == 1 else [0, 1])
     first, second = rank.context.add_team([0, 1]), rank.context.add_team([0, 1])
     assert (first, second) == (1, 2)
-    with pytest.raises(MismatchError, match=r"calls remove_process_set for process set 1, rank 1 .* set 2;"):
+    with pytest.raises(errors.MismatchError, match=r"calls remove_process_set for process set 1, rank 1 .* set 2;"):
         rank.context.remove_team(second if rank.rank == 1 else first)
-    with pytest.raises(MismatchError, match=r"0 .* remove_process_set for process set 1, rank 1 .* add_pr"):
+    with pytest.raises(errors.MismatchError, match=r"0 .* remove_process_set for process set 1, rank 1 .* add_pr"):
         rank.context.remove_team(first) if rank.rank == 0 else rank.context.add_team([0, 1])
     for team in (0, first, second):
         assert (rank.allreduce(np.ones(5, np.float32), team=team) == 2).all()
     rank.context.remove_team(first)
-    with pytest.raises(UsageError, match="process set 1 has been removed"):
+    with pytest.raises(errors.UsageError, match="process set 1 has been removed"):
         rank.allreduce(np.ones(5, np.float32), team=first)
 
 
@@ -117,26 +109,26 @@ def test_impossible_teams_are_refused_and_ranks_that_ask_for_different_ones_go_o
 def test_what_a_team_cannot_do_is_refused(rank: Rank) -> None:
     team = rank.context.add_team([1, 2])
     if rank.rank == 0:
-        with pytest.raises(UsageError, match="rank 0 is no member of process set 1"):
+        with pytest.raises(errors.UsageError, match="rank 0 is no member of process set 1"):
             rank.barrier(team=team)
     else:
-        with pytest.raises(UsageError, match=r"root rank 0 is no member of process set 1 \(ranks 1, 2\)"):
+        with pytest.raises(errors.UsageError, match=r"root rank 0 is no member of process set 1 \(ranks 1, 2\)"):
             rank.broadcast(np.ones(1, np.float32), 0, team=team)
     for unknown in (-1, 5, 64, 10**6):
-        with pytest.raises(UsageError, match=f"process set {unknown} does not exist"):
+        with pytest.raises(errors.UsageError, match=f"process set {unknown} does not exist"):
             rank.barrier(team=unknown)
     for unknown in (-1, 5, 64):
-        with pytest.raises(UsageError, match="does not exist"):
+        with pytest.raises(errors.UsageError, match="does not exist"):
             rank.context.remove_team(unknown)
-    with pytest.raises(UsageError, match="process set 0 has all ranks"):
+    with pytest.raises(errors.UsageError, match="process set 0 has all ranks"):
         rank.context.remove_team(0)
 
 
 @on_ranks([1, 1])
 def test_a_missing_link_is_named(rank: Rank) -> None:
-    with pytest.raises(UsageError, match="was given no connection for agreement to host"):
+    with pytest.raises(errors.UsageError, match="was given no connection for agreement to host"):
         rank.context.add_team([0, 1], control_fds=[-1, -1], data_fds=[-1, -1])
-    with pytest.raises(UsageError, match="are on 2 hosts, but no connections between them were given"):
+    with pytest.raises(errors.UsageError, match="are on 2 hosts, but no connections between them were given"):
         rank.context.add_team([0, 1])
 
 
@@ -155,10 +147,10 @@ def test_a_shutdown_ends_what_waits_in_any_team(rank: Rank, leaving: int) -> Non
         rank.group.leave(leaving)
     elif handle is not None:
         expected = rf"rank {leaving} .* has shut horo down; pending here: 'x' \(process set 1\)$"
-        with pytest.raises(AbortedError, match=expected):
+        with pytest.raises(errors.AbortedError, match=expected):
             rank.finish(handle)
     else:
-        wait_for(lambda: isinstance(rank.context.health(), GroupError))
+        wait_for(lambda: isinstance(rank.context.health(), errors.GroupError))
 
 
 @on_ranks([2])
@@ -171,7 +163,7 @@ def test_a_context_that_goes_while_a_team_is_being_added_ends_in_order(rank: Ran
         adding = pool.submit(rank.context.add_team, [0, 1])
         wait_for(adding.running)
         rank.barrier()
-        with pytest.raises(AbortedError):
+        with pytest.raises(errors.AbortedError):
             adding.result(30)
 
 
@@ -281,7 +273,7 @@ def test_final_values_are_those_of_all_ranks_and_of_process_sets(rank: Rank) -> 
 
 @on_ranks([2])
 def test_without_first_values_nothing_changes(rank: Rank) -> None:
-    with pytest.raises(UsageError, match="by rank 0, in a job that has begun with some"):
+    with pytest.raises(errors.UsageError, match="by rank 0, in a job that has begun with some"):
         rank.context.propose_tuning(dict.fromkeys(KNOBS, 1))
     assert rank.context.tuning() == (dict.fromkeys(KNOBS, 0), False)
 
@@ -292,13 +284,13 @@ IMPOSSIBLE = [{"segment": 1 << 20}, {"segment": 5000}, {"sockets": 2}, {"overlap
 @pytest.mark.parametrize("wrong", IMPOSSIBLE, ids=str)
 def test_impossible_values_are_refused(wrong: dict[str, int]) -> None:
     (setup,) = make_setups([1], segment_bytes=SLOT, tuned=wrong)
-    with pytest.raises(UsageError, match="values that this job cannot have"):
+    with pytest.raises(errors.UsageError, match="values that this job cannot have"):
         Context(setup)
     close_setup(setup)
 
     def body(rank: Rank) -> None:
         before = rank.context.tuning()
-        with pytest.raises(UsageError, match="none that this job can have" if rank.rank == 0 else "by rank 0"):
+        with pytest.raises(errors.UsageError, match="none that this job can have" if rank.rank == 0 else "by rank 0"):
             rank.context.propose_tuning({**before[0], **wrong})
         rank.barrier()
         assert rank.context.tuning() == before

@@ -136,9 +136,7 @@ def timeline(native: ModuleType, tmp_path: Path) -> Iterator[Recorded]:
     recorder = native.lib.shim_recorder_create()
     made = Recorded(native.lib, recorder, tmp_path / "t", Recording({"ops": {0: "allreduce"}, "statuses": {}}))
     made.recording.start(
-        str(made.path),
-        {"rank": 0},
-        lambda rows: check(native.lib.shim_recorder_start_timeline(recorder, rows), None),
+        str(made.path), {"rank": 0}, lambda rows: check(native.lib.shim_recorder_start_timeline(recorder, rows), None)
     )
     yield made
     native.lib.shim_recorder_destroy(recorder)

@@ -144,9 +144,7 @@ def striped(native: ModuleType) -> Iterator[tuple[Rank, list[socket.socket]]]:
         end.close()
 
 
-def test_sends_and_receives_take_the_sockets_each_in_turn(
-    striped: tuple[Rank, list[socket.socket]],
-) -> None:
+def test_sends_and_receives_take_the_sockets_each_in_turn(striped: tuple[Rank, list[socket.socket]]) -> None:
     rank, far = striped
     sends = [rank.send(1, data) for data in (b"", b"a", b"bb", b"", b"", b"c", b"d", b"e")]
     assert rank.wait(*sends) == 0

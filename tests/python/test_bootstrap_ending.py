@@ -9,14 +9,7 @@ from pathlib import Path
 import pytest
 from jobs import run_python
 
-from horo.bootstrap.ending import (
-    culprit_of,
-    culprit_of_chain,
-    describe_exception,
-    exit_status,
-    script_line,
-    shorten_traceback,
-)
+from horo.bootstrap import ending
 from horo.bootstrap.job import start
 from horo.bootstrap.launchers.variables import read_launch
 from horo.bootstrap.log import prepare_log
@@ -37,13 +30,13 @@ from horo.errors import AbortedError, GroupError, InternalError, MismatchError, 
     ],
 )
 def test_an_exception_is_one_line(error: BaseException, text: str) -> None:
-    assert describe_exception(error) == text
+    assert ending.describe_exception(error) == text
 
 
 @pytest.mark.parametrize("character", ["x", "\u00fc", "\n", "\U0001f600", "\0"])
 def test_a_long_exception_keeps_its_beginning_and_the_remedy_at_its_end(character: str) -> None:
     """Bytes of it: those that the core keeps, and less than a pipe takes at once."""
-    line = describe_exception(ValueError(f"bad sample: {character * 3000}; use another one"))
+    line = ending.describe_exception(ValueError(f"bad sample: {character * 3000}; use another one"))
     assert line.startswith("ValueError: bad sample: ")
     assert line.endswith("; use another one")
     assert len(line.encode()) <= 895
@@ -59,7 +52,7 @@ def test_a_long_exception_keeps_its_beginning_and_the_remedy_at_its_end(characte
     ],
 )
 def test_the_status_of_a_process_that_an_exception_ends(error: BaseException, status: int) -> None:
-    assert exit_status(error) == status
+    assert ending.exit_status(error) == status
 
 
 def caught(where: Path, error: str) -> BaseException:
@@ -76,11 +69,11 @@ def caught(where: Path, error: str) -> BaseException:
 
 def test_the_line_of_the_script_is_named_and_frames_of_horo_are_cut_off_the_end(tmp_path: Path) -> None:
     error = caught(tmp_path / "train.py", "read_launch({'HORO_RANK': '0'})")
-    assert script_line(error.__traceback__) == "train.py, line 3"
-    assert script_line(None) == ""
+    assert ending.script_line(error.__traceback__) == "train.py, line 3"
+    assert ending.script_line(None) == ""
     assert isinstance(error, UsageError)
     assert traceback.extract_tb(error.__traceback__)[-1].name == "_from_hororun"
-    shorten_traceback(error)
+    ending.shorten_traceback(error)
     assert traceback.extract_tb(error.__traceback__)[-1].name == "train"
 
 
@@ -90,7 +83,7 @@ def test_frames_stay_where_they_say_something(tmp_path: Path) -> None:
         try:
             read_launch(_Raising(error))  # type: ignore[arg-type]
         except kind:
-            shorten_traceback(error)
+            ending.shorten_traceback(error)
         assert len(traceback.extract_tb(error.__traceback__)) > 2
 
 
@@ -103,32 +96,32 @@ class _Raising:
 
 
 def test_the_culprit_is_the_rank_that_the_sentence_begins_with_also_of_a_failed_init() -> None:
-    assert culprit_of(None) is None
-    assert culprit_of(PeerLostError("rank 12 (h2) is gone: its process ended")) == 12
-    assert culprit_of(PeerLostError("horo was shut down on this rank before rank 3")) is None
-    assert culprit_of(PeerLostError("this rank is out of reach of rank 2 (h3): no answer for 30 s")) is None
+    assert ending.culprit_of(None) is None
+    assert ending.culprit_of(PeerLostError("rank 12 (h2) is gone: its process ended")) == 12
+    assert ending.culprit_of(PeerLostError("horo was shut down on this rank before rank 3")) is None
+    assert ending.culprit_of(PeerLostError("this rank is out of reach of rank 2 (h3): no answer for 30 s")) is None
     rendezvous = Rendezvous(None, 0, 3, "h1", 1.0)  # type: ignore[arg-type]
     given_up = rendezvous._aborted(StoreAbandonedError(b"ResourceError\nrank 2 (h3): no memory"))
     assert type(given_up) is AbortedError
-    assert culprit_of(given_up) == 2
-    assert culprit_of(MismatchError("rank 1 (h2) has another version than rank 0 (h1)")) is None
+    assert ending.culprit_of(given_up) == 2
+    assert ending.culprit_of(MismatchError("rank 1 (h2) has another version than rank 0 (h1)")) is None
 
 
 def test_the_culprit_is_known_also_where_an_error_came_of_one_that_names_it() -> None:
     lost = PeerLostError("rank 1 (h2) ended with ValueError: bad sample")
     own = ValueError("bad sample")
-    assert culprit_of_chain(lost) == 1
-    assert culprit_of_chain(own) is None
-    assert culprit_of_chain(ValueError("rank 1 is not mine")) is None
+    assert ending.culprit_of_chain(lost) == 1
+    assert ending.culprit_of_chain(own) is None
+    assert ending.culprit_of_chain(ValueError("rank 1 is not mine")) is None
     own.__cause__ = lost
-    assert culprit_of_chain(own) == 1
+    assert ending.culprit_of_chain(own) == 1
     behind = SystemExit(3)
     behind.__context__ = own
-    assert culprit_of_chain(behind) == 1
-    assert culprit_of_chain(UsageError("rank 1 has refused it"), GroupError) is None
+    assert ending.culprit_of_chain(behind) == 1
+    assert ending.culprit_of_chain(UsageError("rank 1 has refused it"), GroupError) is None
     lost.__context__ = behind  # a circle
     lost.args = ("this rank ended",)
-    assert culprit_of_chain(behind) is None
+    assert ending.culprit_of_chain(behind) is None
 
 
 STAYS = """
@@ -210,7 +203,7 @@ def test_an_exception_without_a_message_is_described_all_the_same() -> None:
         def __str__(self) -> str:
             raise RuntimeError("no")
 
-    assert describe_exception(Silent()) == "Silent: (its message cannot be made)"
+    assert ending.describe_exception(Silent()) == "Silent: (its message cannot be made)"
 
 
 def bare_logging(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:

@@ -12,8 +12,7 @@ from unittest.mock import Mock
 import pytest
 from fabric import close_setup
 from jobs import open_descriptors, wait_until
-from joining import environments, join_all, run_threads, serving
-from wiring import check_wiring
+from joining import check_wiring, environments, join_all, run_threads, serving
 
 from horo.bootstrap import job as job_module
 from horo.bootstrap import links as links_module

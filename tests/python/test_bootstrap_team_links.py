@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import open_descriptors, wait_until
-from joining import SECRET, run_threads
+from joining import SECRET, check_links, run_threads
 from plain_ranks import PlainRanks
-from wiring import check_links
 
 from horo.bootstrap import team_links
 from horo.bootstrap.auth.frames import pack_fields

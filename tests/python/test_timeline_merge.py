@@ -13,8 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 from jobs import run_python, wait_until
-from trace_events import parse_timeline, rows_of
-from written_timelines import write
+from trace_events import parse_timeline, rows_of, write
 
 from horo.bootstrap import timeline_file as timeline
 from horo.config.table import read_config

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adasum_oracle import adasum, tolerance
+from known_answers import adasum, tolerance
 from rank_pool import on, on_own
 from small_model import FailingSgd, bits_of, compressor, make_loss, make_model, needs_cpu_scaler
 

@@ -5,20 +5,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import small_model as small
 import torch
 from rank_pool import RankPool, on, on_own, one_of
-from small_model import (
-    assert_close,
-    bits_of,
-    gradients_of,
-    made,
-    make_loss,
-    make_model,
-    mean_gradients,
-    sgd,
-    take_step,
-    train,
-)
 
 import horo.torch as hvd
 from horo.horovod import install
@@ -28,42 +17,42 @@ from horo.torch.optimizer.at_backward import BackwardReducer
 
 @on("ranks2_in_most_orders")
 def test_parameters_that_differ_between_ranks_are_named_once() -> None:
-    model = make_model()
+    model = small.make_model()
     if hvd.rank() == 1:
         with torch.no_grad():
             model[0].bias[2] += 1e-9
             model[2].weight[0, 0] = -model[2].weight[0, 0]
-    optimizer, start = sgd(model), bits_of(model)
+    optimizer, start = small.sgd(model), small.bits_of(model)
     told = r"parameter '0\.bias' is not equal on all ranks.*\(2 of 4.*broadcast_parameters"
     with pytest.raises(ValueError, match=told):
-        take_step(model, optimizer)
-    assert bits_of(model) == start
+        small.take_step(model, optimizer)
+    assert small.bits_of(model) == start
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer.zero_grad()
-    train(model, optimizer, 0)
+    small.train(model, optimizer, 0)
 
 
 @on("ranks2_in_most_orders")
 def test_a_state_without_value_is_as_no_state_and_a_frozen_parameter_without_checksum_is_passed_over() -> None:
     """SGD of torch 2.1 writes such a state in its first step; a rank that goes on may meet one that begins."""
-    model = make_model()
+    model = small.make_model()
     frozen = torch.nn.Parameter(torch.eye(3).to_sparse_csr(), requires_grad=False)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([frozen, *model.parameters()], lr=0.1))
     if hvd.rank() == 1:
         for parameter in model.parameters():
             optimizer.state[parameter]["momentum_buffer"] = None
-    train(model, optimizer, 0)
+    small.train(model, optimizer, 0)
 
 
 @on("ranks2_in_most_orders")
 def test_a_frozen_parameter_that_differs_between_ranks_is_named() -> None:
-    model = make_model()
+    model = small.make_model()
     model[0].weight.requires_grad_(False)
     if hvd.rank() == 1:
         model[0].weight[0, 0] += 1
-    optimizer = sgd(model)
+    optimizer = small.sgd(model)
     with pytest.raises(ValueError, match=r"parameter '0\.weight' is not equal on all ranks.*\(1 of 4"):
-        take_step(model, optimizer)
+        small.take_step(model, optimizer)
 
 
 @pytest.mark.parametrize("sharding", [None, "optimizer"])
@@ -78,7 +67,7 @@ def test_a_frozen_parameter_that_differs_between_ranks_is_named() -> None:
 def test_state_or_options_that_one_rank_alone_has_loaded_are_an_error(
     what: str, told: str, sharding: str | None
 ) -> None:
-    model = make_model()
+    model = small.make_model()
     plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if hvd.rank() == 0 and what == "state":
         for parameter in model.parameters():
@@ -87,12 +76,12 @@ def test_state_or_options_that_one_rank_alone_has_loaded_are_an_error(
         plain.param_groups[0]["lr"] = 0.2
     optimizer = hvd.DistributedOptimizer(plain, model, sharding=sharding)
     with pytest.raises(ValueError, match=told):
-        take_step(model, optimizer)
+        small.take_step(model, optimizer)
     optimizer.zero_grad()
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     for step in range(2):
-        train(model, optimizer, step)
-    assert hvd.allgather_object(bits_of(model)) == [bits_of(model)] * 2
+        small.train(model, optimizer, step)
+    assert hvd.allgather_object(small.bits_of(model)) == [small.bits_of(model)] * 2
 
 
 @pytest.mark.parametrize(
@@ -107,7 +96,7 @@ def test_state_or_options_that_one_rank_alone_has_loaded_are_an_error(
 )
 @on("ranks2_in_most_orders")
 def test_ranks_that_train_different_parameters_name_the_first(what: str, sentence: str) -> None:
-    model = make_model()
+    model = small.make_model()
     named = list(model.named_parameters())
     last = named[-1][1]
     if hvd.rank() == 1:
@@ -124,7 +113,7 @@ def test_ranks_that_train_different_parameters_name_the_first(what: str, sentenc
         groups = [{"params": trained[:1]}, {"params": trained[1:]}]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(groups, lr=0.1), named)
     with pytest.raises(ValueError, match=f"{sentence}; make the same model and optimizer on all ranks"):
-        take_step(model, optimizer)
+        small.take_step(model, optimizer)
     hvd.barrier()
     hvd.shutdown()  # a gradient that only one rank has stays in progress
     hvd.init()
@@ -140,7 +129,7 @@ def test_the_checks_are_one_request_of_the_first_step_and_one_of_the_third() -> 
             torch.nn.Parameter(torch.ones(0, 5)),
         ]
     )
-    optimizer = sgd(model)
+    optimizer = small.sgd(model)
     counts = []
     for _ in range(4):
         before = runtime.current().core.counters()["requests"]
@@ -155,7 +144,7 @@ def test_the_checks_are_one_request_of_the_first_step_and_one_of_the_third() -> 
 def test_a_model_in_ddp_is_named() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        model = make_model()
+        model = small.make_model()
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
         plain = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(ValueError, match="the model is wrapped in DistributedDataParallel"):
@@ -176,7 +165,7 @@ ranks1 = one_of("ranks1_always", "ranks1_never", "ranks1_step")
 @on("ranks1")
 def test_a_job_of_one_rank_refuses_what_more_ranks_refuse() -> None:
     table = torch.nn.Embedding(6, 2, sparse=True)
-    optimizer = sgd(table, groups=1)
+    optimizer = small.sgd(table, groups=1)
     with pytest.raises(ValueError, match="gradient of 'weight' is sparse: leave the parameter out of groups"):
         table(torch.tensor([1])).sum().backward()
         optimizer.step()
@@ -185,11 +174,11 @@ def test_a_job_of_one_rank_refuses_what_more_ranks_refuse() -> None:
     with pytest.raises(ValueError, match=r"dtype torch\.float8_e5m2 cannot be reduced"):
         tiny.float().sum().backward()
         optimizer.step()
-    model, optimizer = made()
+    model, optimizer = small.made()
     if isinstance(optimizer._reducer, BackwardReducer):
         model[0].register_full_backward_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            make_loss(model, 0).backward()
+            small.make_loss(model, 0).backward()
         with pytest.raises(ValueError, match=r"the backward\(\) before did not come to its end"):
             optimizer.step()
 
@@ -197,16 +186,16 @@ def test_a_job_of_one_rank_refuses_what_more_ranks_refuse() -> None:
 @on("ranks1")
 def test_a_job_of_one_rank_trains_as_plain_torch() -> None:
     """Also after a backward that raises, as in a notebook, whose next cell accumulates into what is there."""
-    model, alone = make_model(), make_model()
-    optimizer, plain = sgd(model), torch.optim.SGD(alone.parameters(), lr=0.1)
+    model, alone = small.make_model(), small.make_model()
+    optimizer, plain = small.sgd(model), torch.optim.SGD(alone.parameters(), lr=0.1)
     for step in range(3):
         for one, its in ((alone, plain), (model, optimizer)):
             if isinstance(optimizer._reducer, BackwardReducer):
                 handle = one[0].register_full_backward_hook(lambda *_: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
-                    make_loss(one, 0, step + 7).backward()
+                    small.make_loss(one, 0, step + 7).backward()
                 handle.remove()
-            make_loss(one, 0, step).backward()
+            small.make_loss(one, 0, step).backward()
             its.step()
             its.zero_grad()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), alone.parameters(), strict=True))
@@ -220,10 +209,10 @@ def _warnings_of(train: Callable[[], None]) -> list[str]:
 
 
 def _train(batch: int, steps: int = 5, scale: float = 1.0, **options: Any) -> None:
-    model, optimizer = made(**options)
+    model, optimizer = small.made(**options)
     for step in range(steps):
         optimizer.zero_grad()
-        (make_loss(model, batch, step) * scale).backward()
+        (small.make_loss(model, batch, step) * scale).backward()
         optimizer.step()
 
 
@@ -250,22 +239,22 @@ def test_ranks_that_differ_are_told_of_nothing() -> None:
     def other_rows() -> None:  # of one table, in which equal values come to different rows
         torch.manual_seed(1)
         table = torch.nn.Embedding(3000, 4)
-        optimizer = sgd(table)
+        optimizer = small.sgd(table)
         for step in range(4):
             optimizer.zero_grad()
             table(torch.tensor([100 * step + 7 * hvd.rank()])).sum().backward()
             optimizer.step()
 
     def unused() -> None:
-        optimizer = sgd(make_model())
+        optimizer = small.sgd(small.make_model())
         for _ in range(4):
             optimizer.step()
 
     def one_step_differs() -> None:
-        model, optimizer = made()
+        model, optimizer = small.made()
         for step in range(4):
             optimizer.zero_grad()
-            make_loss(model, hvd.rank() * (step == 1), step).backward()
+            small.make_loss(model, hvd.rank() * (step == 1), step).backward()
             optimizer.step()
 
     scaled = [lambda scale=scale: _train(0, scale=scale) for scale in (0.0, float("nan"))]  # no gradient, no number
@@ -278,7 +267,7 @@ def test_sparse_gradients_of_the_same_rows_are_found() -> None:
     def train() -> None:
         table = torch.nn.Embedding(6, 2, sparse=True)
         hvd.broadcast_parameters(table.state_dict(), 0)
-        optimizer = sgd(table)
+        optimizer = small.sgd(table)
         for step in range(4):
             optimizer.zero_grad()
             table(torch.tensor([step])).square().sum().backward()
@@ -290,8 +279,8 @@ def test_sparse_gradients_of_the_same_rows_are_found() -> None:
 @on_own(2, HORO_FIRST_CHECKS="0")
 def test_the_first_checks_can_be_left_out() -> None:
     def train() -> None:
-        model = make_model(seed=1 + hvd.rank())  # would be refused
-        optimizer = sgd(model)
+        model = small.make_model(seed=1 + hvd.rank())  # would be refused
+        optimizer = small.sgd(model)
         for _ in range(4):
             optimizer.zero_grad()
             model[2](torch.ones(1, 6, dtype=torch.float64)).sum().backward()
@@ -306,10 +295,10 @@ def test_the_first_checks_can_be_left_out() -> None:
 @on_own(2)
 def test_a_script_of_horovods_is_warned_once_where_ranks_begin_apart() -> None:
     def train() -> None:
-        model = make_model(seed=hvd.rank())
-        optimizer = sgd(model)
+        model = small.make_model(seed=hvd.rank())
+        optimizer = small.sgd(model)
         for step in range(2):
-            take_step(model, optimizer, step)
+            small.take_step(model, optimizer, step)
             optimizer.zero_grad()
 
     install()
@@ -339,34 +328,34 @@ def _spoil(model: torch.nn.Module, name: str, value: float) -> Any:
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 @on("checking2")
 def test_a_gradient_that_is_not_finite_is_an_error_on_all_ranks(value: float, options: dict[str, Any]) -> None:
-    model, optimizer = made(**options)
+    model, optimizer = small.made(**options)
     for step in range(4):
         optimizer.zero_grad()
-        wanted = mean_gradients(model, 2, step)
+        wanted = small.mean_gradients(model, 2, step)
         if step != 2:
-            make_loss(model, hvd.rank(), step).backward()
+            small.make_loss(model, hvd.rank(), step).backward()
         else:
             handles = [_spoil(model, name, value) for name in ("0.weight", "2.bias")] if hvd.rank() == 1 else []
             told = r"gradient of '2\.bias' has a value that is NaN or infinite on rank 1 in step 3 \(2 of 4 "
-            before = bits_of(model)
+            before = small.bits_of(model)
             with pytest.raises(ValueError, match=told):
-                take_step(model, optimizer, step)
-            assert bits_of(model) == before
+                small.take_step(model, optimizer, step)
+            assert small.bits_of(model) == before
             own = [p.grad.isfinite().all().item() for p in model.parameters() if p.grad is not None]
             assert own == ([True] * 4 if hvd.rank() == 0 else [False, True, True, False])
             for handle in handles:
                 handle.remove()
             optimizer.zero_grad()
-            make_loss(model, hvd.rank(), step).backward()
+            small.make_loss(model, hvd.rank(), step).backward()
         optimizer.step()
-        assert_close(gradients_of(model), wanted)
+        small.assert_close(small.gradients_of(model), wanted)
 
 
 @on("checking2")
 def test_a_gradient_that_is_not_finite_is_found_before_adasum_combines_steps() -> None:
-    model, optimizer = made(op=hvd.Adasum)
+    model, optimizer = small.made(op=hvd.Adasum)
     if hvd.rank() == 0:
         _spoil(model, "0.bias", float("inf"))
-    make_loss(model, hvd.rank()).backward()
+    small.make_loss(model, hvd.rank()).backward()
     with pytest.raises(ValueError, match=r"gradient of '0\.bias' .* on rank 0 in step 1 \(1 of 4"):
         optimizer.step()

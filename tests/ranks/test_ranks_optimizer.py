@@ -8,21 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import small_model as small
 import torch
 from rank_pool import on, one_of
-from small_model import (
-    assert_close,
-    bits_of,
-    gradients_of,
-    made,
-    make_loss,
-    make_model,
-    mean_gradients,
-    needs_cpu_scaler,
-    sgd,
-    take_step,
-    train,
-)
 
 import horo.torch as hvd
 
@@ -52,15 +40,15 @@ if hasattr(torch.optim, "Adafactor"):  # from torch 2.5
 def test_every_optimizer_of_torch_steps_as_alone_and_keeps_its_class(name: str) -> None:
     make = OPTIMIZERS[name]
     n = hvd.size()
-    model, alone = make_model(), make_model()
+    model, alone = small.make_model(), small.make_model()
     plain = make(alone.parameters())
     cls = getattr(torch.optim, name)
     optimizer = hvd.DistributedOptimizer(make(model.parameters()), model.named_parameters())
     assert type(optimizer) is cls
     for step in range(6):
         optimizer.zero_grad()
-        take_step(model, optimizer, step)
-        for parameter, gradient in zip(alone.parameters(), mean_gradients(alone, n, step), strict=True):
+        small.take_step(model, optimizer, step)
+        for parameter, gradient in zip(alone.parameters(), small.mean_gradients(alone, n, step), strict=True):
             parameter.grad = gradient
         plain.step()
         for one, other in zip(model.parameters(), alone.parameters(), strict=True):
@@ -90,18 +78,18 @@ def test_lbfgs_takes_the_same_path_on_all_ranks() -> None:
     def make(model: torch.nn.Module) -> torch.optim.LBFGS:
         return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5, line_search_fn="strong_wolfe")
 
-    model, alone = make_model(), make_model()
-    train(model, hvd.DistributedOptimizer(make(model), model.named_parameters()), lambda: make_loss(model, r))
-    train(alone, make(alone), lambda: sum(make_loss(alone, k) for k in range(n)) / n)
+    model, alone = small.make_model(), small.make_model()
+    train(model, hvd.DistributedOptimizer(make(model), model.named_parameters()), lambda: small.make_loss(model, r))
+    train(alone, make(alone), lambda: sum(small.make_loss(alone, k) for k in range(n)) / n)
     for one, other in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
-    assert hvd.allgather_object(bits_of(model)) == [bits_of(model)] * n
+    assert hvd.allgather_object(small.bits_of(model)) == [small.bits_of(model)] * n
 
 
 @pytest.mark.parametrize("is_before", [True, False])
 @on("ranks2_in_most_orders")
 def test_schedulers_made_before_or_after_work_without_a_warning(is_before: bool) -> None:
-    model = make_model()
+    model = small.make_model()
     plain = torch.optim.SGD(model.parameters(), lr=1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -109,21 +97,21 @@ def test_schedulers_made_before_or_after_work_without_a_warning(is_before: bool)
         optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
         schedulers = schedulers or [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
         for step in range(3):
-            means = mean_gradients(model, hvd.size(), step)
+            means = small.mean_gradients(model, hvd.size(), step)
             wanted = [p - 0.5**step * g for p, g in zip(model.parameters(), means, strict=True)]
-            train(model, optimizer, step)
-            assert_close(model.parameters(), wanted)
+            small.train(model, optimizer, step)
+            small.assert_close(model.parameters(), wanted)
             schedulers[0].step()
     assert optimizer.param_groups[0]["lr"] == 0.125
 
 
 @on("ranks")
 def test_clipping_after_synchronize_sees_averaged_gradients() -> None:
-    model, optimizer = made()
-    wanted = mean_gradients(model, hvd.size())
-    make_loss(model, hvd.rank()).backward()
+    model, optimizer = small.made()
+    wanted = small.mean_gradients(model, hvd.size())
+    small.make_loss(model, hvd.rank()).backward()
     optimizer.synchronize()
-    assert_close(gradients_of(model), wanted)
+    small.assert_close(small.gradients_of(model), wanted)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     torch.testing.assert_close(norm, torch.cat([g.flatten() for g in wanted]).norm())
     clipped = [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -131,36 +119,36 @@ def test_clipping_after_synchronize_sees_averaged_gradients() -> None:
         warnings.simplefilter("error")
         with optimizer.skip_synchronize():
             optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(gradients_of(model), clipped, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(small.gradients_of(model), clipped, strict=True))
 
 
 @pytest.mark.parametrize("groups", [None, 1])
 @on("ranks2_in_most_orders")
 def test_parameters_frozen_and_thawed_later_are_detected(groups: int | None) -> None:
-    model = make_model()
+    model = small.make_model()
     model[0].requires_grad_(False)
-    optimizer = sgd(model, groups=groups)
-    train(model, optimizer, 0)
+    optimizer = small.sgd(model, groups=groups)
+    small.train(model, optimizer, 0)
     model[0].requires_grad_(True)
-    train(model, optimizer, 1)
-    train(model, optimizer, 2)
+    small.train(model, optimizer, 1)
+    small.train(model, optimizer, 2)
     model[2].requires_grad_(False)
-    train(model, optimizer, 3)
+    small.train(model, optimizer, 3)
     model[0].weight.requires_grad_(False)
-    train(model, optimizer, 4)
+    small.train(model, optimizer, 4)
     model.requires_grad_(True)
-    train(model, optimizer, 5)
+    small.train(model, optimizer, 5)
 
 
 @on("ranks2_in_most_orders")
 def test_gradients_set_by_hand_are_reduced_at_the_step() -> None:
-    model, optimizer = made()
-    gradients = torch.autograd.grad(make_loss(model, hvd.rank()), list(model.parameters()))
+    model, optimizer = small.made()
+    gradients = torch.autograd.grad(small.make_loss(model, hvd.rank()), list(model.parameters()))
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         parameter.grad = gradient
-    wanted = mean_gradients(model, hvd.size())
+    wanted = small.mean_gradients(model, hvd.size())
     optimizer.step()
-    assert_close(gradients_of(model), wanted)
+    small.assert_close(small.gradients_of(model), wanted)
 
 
 @pytest.mark.parametrize("groups", [None, 2])
@@ -201,16 +189,16 @@ more_in_step = one_of("ranks2_step", "ranks2_step_never", "ranks4_step_never")
 """Two ranks both ways, and four."""
 
 
-@needs_cpu_scaler
+@small.needs_cpu_scaler
 @on("in_step")
 def test_unscaling_gradients_under_way_is_an_error_not_a_wrong_step() -> None:
     for fused in (False, True):
-        model = make_model()
+        model = small.make_model()
         plain = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
         optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        scaler.scale(make_loss(model, hvd.rank())).backward()
+        scaler.scale(small.make_loss(model, hvd.rank())).backward()
         start = [p.detach().clone() for p in model.parameters()]
         with pytest.raises(ValueError, match=r"a gradient scaler looked at gradients before they were reduced"):
             scaler.step(optimizer)
@@ -222,19 +210,19 @@ def test_unscaling_gradients_under_way_is_an_error_not_a_wrong_step() -> None:
 
 @on("in_step")
 def test_clipping_gradients_under_way_is_an_error_not_a_wrong_step() -> None:
-    model, optimizer = made()
+    model, optimizer = small.made()
     start = [p.detach().clone() for p in model.parameters()]
-    make_loss(model, hvd.rank()).backward()
+    small.make_loss(model, hvd.rank()).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     with pytest.raises(ValueError, match=r"gradient of '0\.weight' was changed while it was being reduced"):
         optimizer.step()
     assert all(torch.equal(p, s) for p, s in zip(model.parameters(), start, strict=True))
     optimizer.zero_grad()
-    make_loss(model, hvd.rank()).backward()
+    small.make_loss(model, hvd.rank()).backward()
     model.zero_grad()
     with pytest.raises(ValueError, match=r"gradient of '0\.weight' was changed while it was being reduced"):
         optimizer.step()
-    take_step(model, optimizer)
+    small.take_step(model, optimizer)
 
 
 HOROVODS_WARNING = (
@@ -247,16 +235,16 @@ HOROVODS_WARNING = (
 
 @on("in_step")
 def test_a_step_after_synchronize_without_skip_warns_once_and_reduces_nothing_twice() -> None:
-    model, optimizer = made(op=hvd.Sum)
-    wanted = [hvd.size() * g for g in mean_gradients(model, hvd.size())]
-    make_loss(model, hvd.rank()).backward()
+    model, optimizer = small.made(op=hvd.Sum)
+    wanted = [hvd.size() * g for g in small.mean_gradients(model, hvd.size())]
+    small.make_loss(model, hvd.rank()).backward()
     optimizer.synchronize()
     with pytest.warns(UserWarning, match="skip_synchronize") as seen:
         optimizer.step()
     assert [str(each.message) for each in seen] == [HOROVODS_WARNING]
-    assert_close(gradients_of(model), wanted)
+    small.assert_close(small.gradients_of(model), wanted)
     optimizer.zero_grad()
-    make_loss(model, hvd.rank(), 1).backward()
+    small.make_loss(model, hvd.rank(), 1).backward()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.step()
@@ -265,44 +253,44 @@ def test_a_step_after_synchronize_without_skip_warns_once_and_reduces_nothing_tw
 @pytest.mark.parametrize("set_to_none", [True, False])
 @on("in_step")
 def test_zero_grad_takes_its_argument_and_refuses_while_gradients_are_under_way(set_to_none: bool) -> None:
-    model, optimizer = made()
+    model, optimizer = small.made()
     for step in range(3):
-        wanted = mean_gradients(model, hvd.size(), step)
-        make_loss(model, hvd.rank(), step).backward()
+        wanted = small.mean_gradients(model, hvd.size(), step)
+        small.make_loss(model, hvd.rank(), step).backward()
         with pytest.raises(AssertionError, match=r"zero_grad\(\) was called after backward"):
             optimizer.zero_grad(set_to_none=set_to_none)
         optimizer.step()
-        assert_close(gradients_of(model), wanted)
+        small.assert_close(small.gradients_of(model), wanted)
         optimizer.zero_grad(set_to_none=set_to_none)
-        assert all((g is None) == set_to_none for g in gradients_of(model))
+        assert all((g is None) == set_to_none for g in small.gradients_of(model))
 
 
 @on("more_in_step")
 def test_several_backward_passes_add_up_before_one_reduction() -> None:
     n, r = hvd.size(), hvd.rank()
-    model, optimizer = made(backward_passes_per_step=3)
+    model, optimizer = small.made(backward_passes_per_step=3)
     assert optimizer.backward_passes_per_step == 3
     for _ in range(2):
-        wanted = [sum(g) for g in zip(*(mean_gradients(model, n, step) for step in range(3)), strict=True)]
+        wanted = [sum(g) for g in zip(*(small.mean_gradients(model, n, step) for step in range(3)), strict=True)]
         for step in range(3):
             assert not optimizer._handles
-            make_loss(model, r, step).backward()
+            small.make_loss(model, r, step).backward()
         assert len(optimizer._handles) == 4
         optimizer.step()
-        assert_close(gradients_of(model), wanted)
+        small.assert_close(small.gradients_of(model), wanted)
         optimizer.zero_grad()
     optimizer.set_backward_passes_per_step(1)
-    train(model, optimizer, 0)
+    small.train(model, optimizer, 0)
 
 
 @on("in_step")
 def test_one_backward_too_many_is_refused() -> None:
     for passes, groups in ((1, None), (2, None), (1, 1)):
-        model, optimizer = made(backward_passes_per_step=passes, groups=groups)
+        model, optimizer = small.made(backward_passes_per_step=passes, groups=groups)
         for _ in range(passes):
-            make_loss(model, hvd.rank()).backward()
+            small.make_loss(model, hvd.rank()).backward()
         with pytest.raises(AssertionError, match=f"more often than backward_passes_per_step={passes}"):
-            make_loss(model, hvd.rank()).backward()
+            small.make_loss(model, hvd.rank()).backward()
         with pytest.raises(ValueError, match="was changed while it was being reduced"):
             optimizer.synchronize()
         optimizer.zero_grad()
@@ -311,53 +299,53 @@ def test_one_backward_too_many_is_refused() -> None:
 @on("more_in_step")
 def test_no_sync_accumulates_locally() -> None:
     n, r = hvd.size(), hvd.rank()
-    model, optimizer = made()
-    wanted = [sum(g) for g in zip(*(mean_gradients(model, n, step) for step in range(3)), strict=True)]
+    model, optimizer = small.made()
+    wanted = [sum(g) for g in zip(*(small.mean_gradients(model, n, step) for step in range(3)), strict=True)]
     with optimizer.no_sync():
-        make_loss(model, r, 0).backward()
-        make_loss(model, r, 1).backward()
+        small.make_loss(model, r, 0).backward()
+        small.make_loss(model, r, 1).backward()
         assert not optimizer._handles
-    make_loss(model, r, 2).backward()
+    small.make_loss(model, r, 2).backward()
     with optimizer.no_sync(), pytest.raises(AssertionError, match="no_sync"):
-        make_loss(model, r, 2).backward()
+        small.make_loss(model, r, 2).backward()
     with pytest.raises(ValueError, match="was changed"):
         optimizer.step()
     optimizer.zero_grad()
     with optimizer.no_sync():
-        make_loss(model, r, 0).backward()
-        make_loss(model, r, 1).backward()
-    take_step(model, optimizer, 2)
-    assert_close(gradients_of(model), wanted)
+        small.make_loss(model, r, 0).backward()
+        small.make_loss(model, r, 1).backward()
+    small.take_step(model, optimizer, 2)
+    small.assert_close(small.gradients_of(model), wanted)
 
 
 @on("in_step")
 def test_parameter_groups_added_later_are_reduced() -> None:
-    model = make_model()
+    model = small.make_model()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model[0].parameters(), lr=0.1), model.named_parameters())
-    take_step(model, optimizer)
+    small.take_step(model, optimizer)
     model.zero_grad()
     optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.01})
-    train(model, optimizer, 1)
+    small.train(model, optimizer, 1)
 
 
 @on("in_step")
 def test_loading_a_state_waits_for_gradients_under_way() -> None:
-    model = make_model()
+    model = small.make_model()
     optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()), model.named_parameters())
-    take_step(model, optimizer)
+    small.take_step(model, optimizer)
     state = copy.deepcopy(optimizer.state_dict())
     optimizer.zero_grad()
-    make_loss(model, hvd.rank(), 1).backward()
+    small.make_loss(model, hvd.rank(), 1).backward()
     optimizer.load_state_dict(state)
     assert not optimizer._handles
     optimizer.zero_grad()
-    take_step(model, optimizer, 2)
+    small.take_step(model, optimizer, 2)
 
 
 @on("in_step")
 def test_a_hook_may_step_as_soon_as_a_gradient_is_there() -> None:
     """An optimizer for each parameter, which steps inside backward, saves the memory of the gradients."""
-    model = make_model()
+    model = small.make_model()
     alone = copy.deepcopy(model)
     optimizers = {
         parameter: hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1), [(name, parameter)])
@@ -371,9 +359,9 @@ def test_a_hook_may_step_as_soon_as_a_gradient_is_there() -> None:
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(step)
     for number in range(3):
-        wanted = mean_gradients(alone, hvd.size(), number)
+        wanted = small.mean_gradients(alone, hvd.size(), number)
         with torch.no_grad():
             for parameter, gradient in zip(alone.parameters(), wanted, strict=True):
                 parameter.sub_(0.1 * gradient)
-        make_loss(model, hvd.rank(), number).backward()
-        assert_close(model.parameters(), alone.parameters())
+        small.make_loss(model, hvd.rank(), number).backward()
+        small.assert_close(model.parameters(), alone.parameters())

@@ -7,21 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import small_model as small
 import torch
 from rank_pool import on, on_own
-from small_model import (
-    Pair,
-    assert_same_bits,
-    assert_same_state,
-    bits_of,
-    cutting,
-    go_on,
-    make_loss,
-    make_model,
-    make_pair,
-    take_steps,
-    train_pair,
-)
 
 import horo.torch as hvd
 from horo.errors import UnsupportedError, UsageError
@@ -87,17 +75,17 @@ def _sharded(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options
 @on("ranks")
 def test_it_has_the_bits_of_an_unsharded_run(kind: str, is_cut: bool) -> None:
     """Where large parameters are cut, small ones are whole."""
-    pair = make_pair(OPTIMIZERS[kind], Model)
-    with cutting(is_cut):
-        go_on(pair, range(4))
+    pair = small.make_pair(OPTIMIZERS[kind], Model)
+    with small.cutting(is_cut):
+        small.go_on(pair, range(4))
     placed = pair[0][1]._sharded_step._placement.placed.values()
     assert any(there.block.shares for there in placed) == (is_cut and kind != "adafactor")
 
 
-def _pair(kind: str = "adam", **options: Any) -> Pair:
+def _pair(kind: str = "adam", **options: Any) -> small.Pair:
     """One that has done two steps."""
-    pair = make_pair(OPTIMIZERS[kind], Model, **options)
-    train_pair(pair, range(2))
+    pair = small.make_pair(OPTIMIZERS[kind], Model, **options)
+    small.train_pair(pair, range(2))
     return pair
 
 
@@ -167,16 +155,16 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("change", CHANGES)
 @on("ranks")
 def test_what_a_script_does_on_all_ranks_counts_once(change: str, kind: str, is_cut: bool) -> None:
-    with cutting(is_cut):
+    with small.cutting(is_cut):
         (model, _), (plain, _) = pair = _pair(kind)
         for step in range(2, 5):
             for trained, using in pair:
                 using.zero_grad()
-                make_loss(trained, hvd.rank(), step).backward()
+                small.make_loss(trained, hvd.rank(), step).backward()
                 CHANGES[change](trained, using)
                 using.step()
-            assert_same_bits(model, plain)
-        go_on(pair)
+            small.assert_same_bits(model, plain)
+        small.go_on(pair)
 
 
 @on("ranks")
@@ -184,7 +172,7 @@ def test_gradients_and_parameters_are_what_they_are_without_it() -> None:
     (model, ours), (plain, theirs) = pair = _pair()
     for trained, using in pair:
         using.zero_grad()
-        make_loss(trained, hvd.rank(), 3).backward()
+        small.make_loss(trained, hvd.rank(), 3).backward()
     found, wanted = ([p.grad.tolist() for p in each.parameters() if p.grad is not None] for each in (model, plain))
     assert found == wanted
     kept = [parameter.grad for parameter in model.parameters()]
@@ -193,7 +181,7 @@ def test_gradients_and_parameters_are_what_they_are_without_it() -> None:
     theirs.step()
     assert all(one is parameter.grad for one, parameter in zip(kept, model.parameters(), strict=True))
     assert addresses == [parameter.data_ptr() for parameter in model.parameters()]
-    assert_same_bits(model, plain)
+    small.assert_same_bits(model, plain)
 
 
 @on("ranks")
@@ -202,17 +190,17 @@ def test_passes_before_a_step_and_no_sync() -> None:
     for trained, using in pair:
         using.zero_grad()
         for step in range(4):
-            make_loss(trained, hvd.rank(), step).backward()
+            small.make_loss(trained, hvd.rank(), step).backward()
         using.step()
         using.set_backward_passes_per_step(1)
         using.zero_grad()
         with using.no_sync():
-            make_loss(trained, hvd.rank(), 8).backward()
-        make_loss(trained, hvd.rank(), 9).backward()
+            small.make_loss(trained, hvd.rank(), 8).backward()
+        small.make_loss(trained, hvd.rank(), 9).backward()
         using.synchronize()
         with using.skip_synchronize():
             using.step()
-    go_on(pair)
+    small.go_on(pair)
 
 
 @pytest.mark.parametrize("order", ["backward", "step"])
@@ -224,13 +212,13 @@ def test_a_closure_in_both_orders_of_calls(order: str) -> None:
 
         def closure(trained: Any = trained, using: Any = using) -> torch.Tensor:
             using.zero_grad()
-            loss = make_loss(trained, hvd.rank(), 4)
+            loss = small.make_loss(trained, hvd.rank(), 4)
             loss.backward()
             return loss
 
         losses.append(using.step(closure).item())
     assert losses[0] == losses[1]
-    go_on(pair)
+    small.go_on(pair)
 
 
 @on("ranks")
@@ -240,23 +228,23 @@ def test_hooks_of_users_and_schedulers_are_outside_the_window() -> None:
     for index, (trained, using) in enumerate(pair):
 
         def note(optimizer: Any, args: Any, kwargs: Any, index: int = index, trained: Any = trained) -> None:
-            seen[index].append(bits_of(trained))
+            seen[index].append(small.bits_of(trained))
             seen[index].append([p.grad is not None and p.grad.tolist() for p in trained.parameters()])
 
         using.register_step_pre_hook(note)
         using.register_step_post_hook(note)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(using, 0.5)
-        take_steps(trained, using, range(3, 5))
+        small.take_steps(trained, using, range(3, 5))
         scheduler.step()
     assert seen[0] == seen[1] and len(seen[0]) == 8
-    go_on(pair)
+    small.go_on(pair)
 
 
 @on("ranks")
 def test_a_graph_that_is_kept_over_a_step_is_refused_as_in_torch() -> None:
-    model = make_model()
+    model = small.make_model()
     optimizer = _sharded(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    loss = make_loss(model, hvd.rank(), 0)
+    loss = small.make_loss(model, hvd.rank(), 0)
     loss.backward(retain_graph=True)
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -272,11 +260,11 @@ def _without_first(parameters: Any) -> list[Any]:
 
 @on("ranks")
 def test_groups_that_come_later() -> None:
-    pair = make_pair(lambda parameters: torch.optim.Adam(_without_first(parameters), lr=0.01), Model)
-    train_pair(pair, range(2))
+    pair = small.make_pair(lambda parameters: torch.optim.Adam(_without_first(parameters), lr=0.01), Model)
+    small.train_pair(pair, range(2))
     for trained, using in pair:
         using.add_param_group({"params": list(trained.first.parameters()), "lr": 0.02})
-    go_on(pair)
+    small.go_on(pair)
 
 
 @on("ranks")
@@ -291,13 +279,13 @@ def test_two_optimizers_and_a_newer_one() -> None:
         for step in range(3):
             for using in pair:
                 using.zero_grad()
-            make_loss(trained, hvd.rank(), step).backward()
+            small.make_loss(trained, hvd.rank(), step).backward()
             for using in pair:
                 using.step()
         del pair, using
         again = hvd.DistributedOptimizer(torch.optim.SGD(trained.parameters(), lr=0.1), trained, sharding=sharding)
-        take_steps(trained, again, range(3, 6))
-    assert_same_bits(*models)
+        small.take_steps(trained, again, range(3, 6))
+    small.assert_same_bits(*models)
 
 
 @on("ranks")
@@ -306,17 +294,17 @@ def test_a_plain_optimizer_beside_it_and_copies() -> None:
     for trained, using in pair:
         beside = torch.optim.SGD(trained.parameters(), lr=0.01)
         using.zero_grad()
-        make_loss(trained, hvd.rank(), 3).backward()
+        small.make_loss(trained, hvd.rank(), 3).backward()
         beside.step()
         using.step()
-    assert_same_bits(model, plain)
+    small.assert_same_bits(model, plain)
     twin, its = copy.deepcopy((model, ours))
     average = torch.optim.swa_utils.AveragedModel(model)
-    before = bits_of(average.module)
-    take_steps(model, ours, range(3, 5))
-    assert bits_of(average.module) == before
-    take_steps(twin, its, range(3, 5))
-    assert_same_bits(twin, model)
+    before = small.bits_of(average.module)
+    small.take_steps(model, ours, range(3, 5))
+    assert small.bits_of(average.module) == before
+    small.take_steps(twin, its, range(3, 5))
+    small.assert_same_bits(twin, model)
 
 
 @on("ranks")
@@ -342,21 +330,21 @@ def test_sparse_gradients() -> None:
             for using in optimizers:
                 using.step()
         models.append(model)
-    assert_same_bits(*models)
+    small.assert_same_bits(*models)
 
 
 @on_own(4, ranks_per_host=2)
 def test_each_of_two_hosts_steps_all_of_it_in_shares_of_its_ranks_and_they_compare() -> None:
-    with cutting():
+    with small.cutting():
         (model, ours), (plain, theirs) = pair = _pair("adamw fused")
-        go_on(pair)
+        small.go_on(pair)
         _scale_parameters(model, ours)
         _scale_parameters(plain, theirs)
-        go_on(pair, range(8, 10))
+        small.go_on(pair, range(8, 10))
         assert {len(there.block.shares) for there in ours._sharded_step._placement.placed.values()} == {0, 2}
-        train_pair(pair, range(10, 18))  # the 1st, 2nd, 4th and 8th step were compared
+        small.train_pair(pair, range(10, 18))  # the 1st, 2nd, 4th and 8th step were compared
         ours.zero_grad()
-        make_loss(model, hvd.rank(), 18).backward()
+        small.make_loss(model, hvd.rank(), 18).backward()
         if hvd.rank() >= 2:
             model.scale.grad.mul_(2)
         with pytest.raises(UsageError, match=r"^parameter .scale. is not equal on all hosts after step 16 of t"):
@@ -366,12 +354,12 @@ def test_each_of_two_hosts_steps_all_of_it_in_shares_of_its_ranks_and_they_compa
 @on_own(3, ranks_per_host=2)
 def test_hosts_of_other_sizes_and_with_other_processors() -> None:
     pair = _pair()
-    go_on(pair)
+    small.go_on(pair)
     if hvd.rank() == 2:
         placement.arithmetic = lambda: ("2.0", "AVX512", "of another kind")  # type: ignore[assignment]
     model = Model()
     again = _sharded(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    make_loss(model, hvd.rank(), 0).backward()
+    small.make_loss(model, hvd.rank(), 0).backward()
     told = r"each of which steps all parameters: torch .* at rank 0, 2\.0 at rank 2"
     with pytest.raises(UnsupportedError, match=told):
         again.step()
@@ -406,15 +394,15 @@ def test_state_of_a_plain_optimizer_loads_and_the_other_way_round(at: int) -> No
     saved = copy.deepcopy((model.state_dict(), before.state_dict()))
     sharded = Model()
     optimizer = _sharded(sharded, torch.optim.Adam(sharded.parameters(), lr=0.01))
-    take_steps(sharded, optimizer, range(at))
+    small.take_steps(sharded, optimizer, range(at))
     sharded.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     for using, trained in ((before, model), (optimizer, sharded)):
         for parameter in trained.parameters():
             parameter.grad = torch.full_like(parameter, 0.5) if parameter.requires_grad else None
         using.step()
-    assert bits_of(sharded) == bits_of(model)
-    assert_same_state(optimizer.state_dict(), before.state_dict())
+    assert small.bits_of(sharded) == small.bits_of(model)
+    small.assert_same_state(optimizer.state_dict(), before.state_dict())
     third = torch.optim.Adam(model.parameters(), lr=0.01)
     third.load_state_dict(optimizer.state_dict())
-    assert_same_state(third.state_dict(), before.state_dict())
+    small.assert_same_state(third.state_dict(), before.state_dict())

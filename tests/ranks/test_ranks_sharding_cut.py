@@ -11,25 +11,10 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import small_model as small
 import torch
 from jobs import in_child
 from rank_pool import RankPool, on, on_own
-from small_model import (
-    OwnOptimizer,
-    Pair,
-    assert_pair_is_alike,
-    assert_same_bits,
-    bits_of,
-    cutting,
-    go_on,
-    make_batch,
-    make_loss,
-    make_model,
-    make_pair,
-    needs_cpu_scaler,
-    take_steps,
-    train_pair,
-)
 
 import horo.torch as hvd
 from horo.errors import AbortedError, ResourceError, UsageError
@@ -41,9 +26,9 @@ def _model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(4, 33), torch.nn.Tanh(), torch.nn.Linear(33, 5)).double()
 
 
-def _pair(steps: int = 2) -> Pair:
+def _pair(steps: int = 2) -> small.Pair:
     pair = _made(_model)
-    train_pair(pair, range(steps))
+    small.train_pair(pair, range(steps))
     return pair
 
 
@@ -58,15 +43,15 @@ def _shapes(model: torch.nn.Module, optimizer: Any) -> list[Any]:
 @pytest.mark.parametrize("is_cut", [False, True])
 @on("ranks2")
 def test_an_elastic_state_commits_and_restores(is_cut: bool) -> None:
-    with cutting(is_cut):
+    with small.cutting(is_cut):
         pair = _pair()
         states = [hvd.elastic.TorchState(model=model, optimizer=optimizer) for model, optimizer in pair]
         for (model, optimizer), state in zip(pair, states, strict=True):
             state.save()
-            take_steps(model, optimizer, range(2, 4))
+            small.take_steps(model, optimizer, range(2, 4))
             state.restore()
-        assert_same_bits(pair[0][0], pair[1][0])
-        go_on(pair, range(5, 8))
+        small.assert_same_bits(pair[0][0], pair[1][0])
+        small.go_on(pair, range(5, 8))
 
 
 @on("ranks")
@@ -93,10 +78,10 @@ def test_parameters_that_are_large_are_cut_and_no_others() -> None:
 @pytest.mark.parametrize("steps", [0, 2])
 @on("ranks")
 def test_a_step_that_raises_leaves_them_whole(steps: int) -> None:
-    with cutting():
+    with small.cutting():
         (model, optimizer), (plain, its) = pair = _pair(steps)
         optimizer.zero_grad()
-        make_loss(model, hvd.rank(), 7).backward()
+        small.make_loss(model, hvd.rank(), 7).backward()
         before = _shapes(model, optimizer)
         rate = optimizer.param_groups[0]["lr"]
         if is_last := hvd.rank() == hvd.size() - 1:
@@ -112,12 +97,12 @@ def test_a_step_that_raises_leaves_them_whole(steps: int) -> None:
             optimizer.state_dict()
         model.load_state_dict(copy.deepcopy(plain.state_dict()))
         optimizer.load_state_dict(copy.deepcopy(its.state_dict()))
-        go_on(pair, range(3, 6))
+        small.go_on(pair, range(3, 6))
 
 
 @on("ranks2")
 def test_a_script_that_writes_state_and_reads_it_before_the_next_step() -> None:
-    with cutting():
+    with small.cutting():
         pair = _pair()
         for _, optimizer in pair:
             for rank in range(hvd.size()):  # one after the other: a later one would see what an earlier one wrote
@@ -127,33 +112,33 @@ def test_a_script_that_writes_state_and_reads_it_before_the_next_step() -> None:
                 hvd.barrier()
             found = optimizer.state_dict()["state"]
             assert all(entries["step"] == 7.0 for entries in found.values())
-        assert_pair_is_alike(pair)
-        go_on(pair, range(3, 6))
+        small.assert_pair_is_alike(pair)
+        small.go_on(pair, range(3, 6))
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
 @on("ranks2")
 def test_a_later_job_and_a_child_have_their_own(is_cut: bool) -> None:
-    with cutting(is_cut):
+    with small.cutting(is_cut):
         (model, optimizer), (plain, _) = pair = _pair()
-        whole = bits_of(model)
+        whole = small.bits_of(model)
 
         def clear() -> list[Any]:
             for parameter in model.parameters():
                 parameter.data.zero_()
                 for value in optimizer.state[parameter].values():
                     value.zero_()
-            return bits_of(model)
+            return small.bits_of(model)
 
         assert not any(map(any, in_child(clear)))
-        assert bits_of(model) == whole
-        assert_pair_is_alike(pair)
+        assert small.bits_of(model) == whole
+        small.assert_pair_is_alike(pair)
         hvd.shutdown()
-        assert bits_of(model) == bits_of(plain)
+        assert small.bits_of(model) == small.bits_of(plain)
         for parameter in (*model.parameters(), *plain.parameters()):
             parameter.grad = torch.full_like(parameter, 0.1)
         hvd.init()
-        go_on(pair, range(4, 7))
+        small.go_on(pair, range(4, 7))
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad", "Adam"])
@@ -169,8 +154,8 @@ def test_a_parameter_whose_gradient_is_sparse_later_is_no_longer_cut(kind: str) 
         model[1](rows).square().sum().backward()
         optimizer.step()
 
-    with cutting():
-        pair = make_pair(lambda parameters: getattr(torch.optim, kind)(parameters, lr=0.1), make)
+    with small.cutting():
+        pair = small.make_pair(lambda parameters: getattr(torch.optim, kind)(parameters, lr=0.1), make)
         for model, optimizer in pair:
             take(model, optimizer, 0)
         assert any(there.block.shares for there in pair[0][1]._sharded_step._placement.placed.values())
@@ -182,7 +167,7 @@ def test_a_parameter_whose_gradient_is_sparse_later_is_no_longer_cut(kind: str) 
                 for step in range(1, 4):
                     take(model, optimizer, step)
     if kind != "Adam":
-        assert_pair_is_alike(pair)
+        small.assert_pair_is_alike(pair)
 
 
 # -- compiled, parametrized and fused ones ---------------------------------------------------------------------------
@@ -190,8 +175,8 @@ def test_a_parameter_whose_gradient_is_sparse_later_is_no_longer_cut(kind: str) 
 Make = Callable[[], torch.nn.Module]
 
 
-def _made(make: Make = make_model, **options: Any) -> Pair:
-    return make_pair(lambda parameters: torch.optim.Adam(parameters, **{"lr": 0.01, **options}), make)
+def _made(make: Make = small.make_model, **options: Any) -> small.Pair:
+    return small.make_pair(lambda parameters: torch.optim.Adam(parameters, **{"lr": 0.01, **options}), make)
 
 
 @on("ranks2")
@@ -200,16 +185,16 @@ def test_compiled_models_and_steps() -> None:
     compiled = [torch.compile(model, backend="eager") for model, _ in pair]
     for step in range(3):
         for model, (_, optimizer) in zip(compiled, pair, strict=True):
-            take_steps(model, optimizer, range(step, step + 1))
-    assert_pair_is_alike(pair)
+            small.take_steps(model, optimizer, range(step, step + 1))
+    small.assert_pair_is_alike(pair)
     steps = [torch.compile(optimizer.step, backend="eager") for _, optimizer in pair]
     for step in range(3, 6):
         for (model, optimizer), call in zip(pair, steps, strict=True):
             optimizer.zero_grad()
-            make_loss(model, hvd.rank(), step).backward()
+            small.make_loss(model, hvd.rank(), step).backward()
             call()
-    assert_pair_is_alike(pair)
-    go_on(pair, range(6, 8))
+    small.assert_pair_is_alike(pair)
+    small.go_on(pair, range(6, 8))
 
 
 @pytest.mark.parametrize("options", [{"foreach": False}, {"fused": True}])
@@ -218,20 +203,20 @@ def test_a_learning_rate_that_is_a_tensor_and_a_scheduler_changes(options: dict[
     pair = _made(lr=torch.tensor(0.1), **options)
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for _, optimizer in pair]
     for step in range(4):
-        go_on(pair, range(step, step + 1))
+        small.go_on(pair, range(step, step + 1))
         for scheduler in schedulers:
             scheduler.step()
 
 
 def _parametrized() -> torch.nn.Module:
-    model = make_model()
+    model = small.make_model()
     torch.nn.utils.parametrizations.weight_norm(model[0])
     torch.nn.utils.parametrizations.orthogonal(model[2])
     return model
 
 
 def _hooked() -> torch.nn.Module:
-    model = make_model()
+    model = small.make_model()
     torch.nn.utils.weight_norm(model[0])  # of older scripts
     torch.nn.utils.spectral_norm(model[2])
     return model
@@ -253,16 +238,16 @@ def test_weights_that_are_computed_from_parameters(make: Make) -> None:
         model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()}, assign=True)
 
     pair = _made(make)
-    go_on(pair, range(3))
+    small.go_on(pair, range(3))
     for first, change in ((3, become_parameters), (6, take_from_state)):
         for model, optimizer in pair:
             change(model)
             optimizer.param_groups[0]["params"] = list(model.parameters())
             optimizer.state.clear()
-        go_on(pair, range(first, first + 3))
+        small.go_on(pair, range(first, first + 3))
 
 
-@needs_cpu_scaler
+@small.needs_cpu_scaler
 @pytest.mark.parametrize("fused", [False, True])
 @on("ranks2")
 def test_a_step_under_a_gradient_scaler(fused: bool) -> None:
@@ -271,7 +256,7 @@ def test_a_step_under_a_gradient_scaler(fused: bool) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
         for step in range(6):
             optimizer.zero_grad()
-            scaler.scale(make_loss(model, hvd.rank(), step)).backward()
+            scaler.scale(small.make_loss(model, hvd.rank(), step)).backward()
             if step == 2:
                 next(iter(model.parameters())).grad.fill_(float("inf"))
             if step == 4:
@@ -280,7 +265,7 @@ def test_a_step_under_a_gradient_scaler(fused: bool) -> None:
             scaler.step(optimizer)
             scaler.update()
         assert scaler.get_scale() == 8.0
-    assert_pair_is_alike(pair)
+    small.assert_pair_is_alike(pair)
 
 
 # -- other numbers of ranks ------------------------------------------------------------------------------------------
@@ -288,7 +273,7 @@ def test_a_step_under_a_gradient_scaler(fused: bool) -> None:
 
 def test_a_later_job_of_other_ranks_goes_on_from_what_was_saved(tmp_path: Path) -> None:
     def train(sharding: str | None, steps: range, source: str, target: str) -> list[Any]:
-        model = make_model()
+        model = small.make_model()
         optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01), model, sharding=sharding)
         if source:
             found = torch.load(source, weights_only=True)
@@ -296,11 +281,11 @@ def test_a_later_job_of_other_ranks_goes_on_from_what_was_saved(tmp_path: Path) 
             optimizer.load_state_dict(found["optimizer"])
         for step in steps:
             optimizer.zero_grad()
-            make_loss(model, 0, step).backward()  # has equal gradients in all jobs
+            small.make_loss(model, 0, step).backward()  # has equal gradients in all jobs
             optimizer.step()
         if hvd.rank() == 0 and target:
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, target)
-        return bits_of(model)
+        return small.bits_of(model)
 
     results = []
     for sharding in ("optimizer", None):
@@ -325,7 +310,7 @@ class _Clipped(torch.optim.SGD):
         return loss
 
 
-class _Decaying(OwnOptimizer):
+class _Decaying(small.OwnOptimizer):
     """Lets all weights decay, also of parameters that have no gradient."""
 
     @torch.no_grad()
@@ -336,7 +321,7 @@ class _Decaying(OwnOptimizer):
             self.move(group["lr"])
 
 
-class _Reassigning(OwnOptimizer):
+class _Reassigning(small.OwnOptimizer):
     """Gives parameters new memory, also those that have no gradient."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -365,13 +350,13 @@ class _LookingAhead(torch.optim.Adam):
 
 
 def _with_unused() -> torch.nn.Module:
-    model = make_model()
+    model = small.make_model()
     model.register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
     return model
 
 
-def _scripts_pair(kind: Any, **options: Any) -> Pair:
-    return make_pair(lambda parameters: kind(parameters, **options), _with_unused)
+def _scripts_pair(kind: Any, **options: Any) -> small.Pair:
+    return small.make_pair(lambda parameters: kind(parameters, **options), _with_unused)
 
 
 @pytest.mark.parametrize("kind", [_Clipped, _Decaying, _Reassigning, _LookingAhead])
@@ -379,8 +364,8 @@ def _scripts_pair(kind: Any, **options: Any) -> Pair:
 def test_an_optimizer_that_writes_all_parameters_in_its_step(kind: Any) -> None:
     pair = _scripts_pair(kind, lr=0.05)
     for step in range(5):
-        train_pair(pair, range(step, step + 1))
-        assert_pair_is_alike(pair, in_order=False)
+        small.train_pair(pair, range(step, step + 1))
+        small.assert_pair_is_alike(pair, in_order=False)
 
 
 @on("ranks2")
@@ -389,11 +374,11 @@ def test_a_model_that_is_shared_with_other_processes_before_each_step_takes_no_m
     sizes = set()
     for step in range(5):
         for model, optimizer in pair:
-            take_steps(model, optimizer, range(step, step + 1))
+            small.take_steps(model, optimizer, range(step, step + 1))
             if step != 3 or hvd.rank() == 1:
                 model.share_memory()
         sizes.add(os.fstat(pair[0][1]._sharded_step._placement.memory.descriptor).st_size)
-    assert_pair_is_alike(pair)
+    small.assert_pair_is_alike(pair)
     assert len(sizes) == 1
 
 
@@ -401,21 +386,21 @@ def test_a_model_that_is_shared_with_other_processes_before_each_step_takes_no_m
 def test_a_rank_without_memory_for_more_parameters_and_another_try() -> None:
     pair = _scripts_pair(torch.optim.SGD, lr=0.1, momentum=0.9)
     for model, optimizer in pair:
-        take_steps(model, optimizer, range(1))
+        small.take_steps(model, optimizer, range(1))
         model.register_parameter("more", torch.nn.Parameter(torch.ones(3)))
         optimizer.add_param_group({"params": [model.more]})
     pages, fail = memory.Pages, Mock(side_effect=ResourceError("no memory"))
     for step in range(1, 4):
         for model, optimizer in pair:
             optimizer.zero_grad()
-            (model(make_batch(hvd.rank(), step)) * model.more).square().mean().backward()
+            (model(small.make_batch(hvd.rank(), step)) * model.more).square().mean().backward()
             if step == 1 and model is pair[0][0]:
                 memory.Pages = fail if hvd.rank() == 1 else pages  # type: ignore[misc]
                 with pytest.raises(ResourceError, match="no memory"):
                     optimizer.step()
                 memory.Pages = pages  # type: ignore[misc]
             optimizer.step()
-    assert_pair_is_alike(pair)
+    small.assert_pair_is_alike(pair)
 
 
 @on_own(2)
@@ -431,7 +416,7 @@ def test_a_rank_without_memory_for_state_leaves_no_half_of_it() -> None:
 
     memory.Pages = fail  # type: ignore[assignment,misc]
     with pytest.raises(ResourceError, match="no memory"):
-        take_steps(model, optimizer, range(1))
+        small.take_steps(model, optimizer, range(1))
     with pytest.raises(UsageError, match=r"parameters may be of two steps, since .*no memory"):
         optimizer.state_dict()
 

@@ -6,19 +6,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import small_model as small
 import torch
 from rank_pool import on, on_own, one_of
-from small_model import (
-    assert_close,
-    bits_of,
-    compressor,
-    gradients_of,
-    made,
-    make_batch,
-    make_loss,
-    mean_gradients,
-    sgd,
-)
 
 import horo.torch as hvd
 from horo.torch.engine import runtime
@@ -27,52 +17,52 @@ from horo.torch.optimizer.at_backward import BackwardReducer
 
 def parts_of_rank_0(model: torch.nn.Module, step: int = 0) -> list[torch.Tensor]:
     """The gradients if rank 0 alone, of two, has a loss."""
-    return [g / 2 for g in torch.autograd.grad(make_loss(model, 0, step), list(model.parameters()))]
+    return [g / 2 for g in torch.autograd.grad(small.make_loss(model, 0, step), list(model.parameters()))]
 
 
 @pytest.mark.parametrize("groups", [None, 1])
 @on("ranks2_in_backward")
 def test_gradients_clipped_where_another_rank_skipped_backward_are_an_error_on_all(groups: int | None) -> None:
-    model, optimizer = made(groups=groups)
+    model, optimizer = small.made(groups=groups)
     told = r"rank 1 took part in the reduction.*the gradient of '0\.bias' is not equal.*optimizer\.synchronize\(\) on "
     for step in range(3):
         optimizer.zero_grad()
         if step < 2 or hvd.rank() == 0:
-            make_loss(model, hvd.rank(), step).backward()
+            small.make_loss(model, hvd.rank(), step).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        before = bits_of(model)
+        before = small.bits_of(model)
         with pytest.raises(ValueError, match=told) if step == 2 else nullcontext():
             optimizer.step()
-    assert bits_of(model) == before
+    assert small.bits_of(model) == before
 
 
 @on("ranks2_in_backward")
 def test_synchronize_on_every_rank_makes_clipping_right_where_one_skipped_backward() -> None:
-    model, optimizer = made()
+    model, optimizer = small.made()
     for step in range(4):
         optimizer.zero_grad()
         wanted = parts_of_rank_0(model, step)
         norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in wanted]))
         if hvd.rank() == 0:
-            make_loss(model, 0, step).backward()
+            small.make_loss(model, 0, step).backward()
         optimizer.synchronize()
         torch.nn.utils.clip_grad_norm_(model.parameters(), float(norm) / 4)
         optimizer.step()
-        for found, gradient in zip(gradients_of(model), wanted, strict=True):
+        for found, gradient in zip(small.gradients_of(model), wanted, strict=True):
             torch.testing.assert_close(found, gradient / 4, rtol=1e-4, atol=1e-12)
 
 
 @pytest.mark.parametrize("groups", [None, 1])
 @on("ranks2_in_each_order")
 def test_a_skipped_backward_is_no_error_where_gradients_stay_as_they_are(groups: int | None) -> None:
-    model, optimizer = made(groups=groups)
+    model, optimizer = small.made(groups=groups)
     for step in range(6):
         optimizer.zero_grad()
-        wanted = parts_of_rank_0(model, step) if step % 2 else mean_gradients(model, 2, step)
+        wanted = parts_of_rank_0(model, step) if step % 2 else small.mean_gradients(model, 2, step)
         if step % 2 == 0 or hvd.rank() == 0:
-            make_loss(model, hvd.rank(), step).backward()
+            small.make_loss(model, hvd.rank(), step).backward()
         optimizer.step()
-        assert_close(gradients_of(model), wanted)
+        small.assert_close(small.gradients_of(model), wanted)
 
 
 @pytest.mark.parametrize("clip", [True, False])
@@ -81,7 +71,7 @@ def test_a_sparse_gradient_clipped_where_another_rank_skipped_backward_is_an_err
     table = torch.nn.Embedding(6, 2, sparse=True).double()
     hvd.broadcast_parameters(table.state_dict(), 0)
     before = table.weight.detach().clone()
-    optimizer = sgd(table)
+    optimizer = small.sgd(table)
     if hvd.rank() == 0:
         table(torch.tensor([1, 4])).sum().backward()
         if clip:
@@ -89,33 +79,33 @@ def test_a_sparse_gradient_clipped_where_another_rank_skipped_backward_is_an_err
     if clip:
         with pytest.raises(ValueError, match="the gradient of 'weight' is not equal on all ranks"):
             optimizer.step()
-        assert_close([table.weight], [before])
+        small.assert_close([table.weight], [before])
     else:
         optimizer.step()
         moved = torch.zeros(6, 2, dtype=torch.float64)
         moved[[1, 4]] = 0.1 / 2
-        assert_close([table.weight], [before - moved])
+        small.assert_close([table.weight], [before - moved])
 
 
 @on("ranks2_in_backward")
 def test_a_backward_more_on_one_rank_does_not_meet_that_of_the_next_step() -> None:
-    model, optimizer = made()
-    make_loss(model, hvd.rank()).backward()
+    model, optimizer = small.made()
+    small.make_loss(model, hvd.rank()).backward()
     if hvd.rank() == 1:
         optimizer.step()
         optimizer.zero_grad()
     told = r"rank 0 has called backward\(\) once more since its last optimizer\.step\(\).*rank 1"
     with pytest.raises(ValueError, match=told):
-        make_loss(model, hvd.rank(), 1).backward()
+        small.make_loss(model, hvd.rank(), 1).backward()
 
 
 @on_own(2, HORO_OVERLAP="always", HORO_GRADIENTS_READY="backward")
 def test_a_second_backward_after_one_that_another_rank_has_joined_from_its_step_is_an_error() -> None:
-    model, optimizer = made()
+    model, optimizer = small.made()
     if hvd.rank() == 0:
-        make_loss(model, 0).backward()
+        small.make_loss(model, 0).backward()
         with pytest.raises(ValueError, match=r"rank 1 .* waits in optimizer\.step\(\)"):
-            make_loss(model, 0).backward()
+            small.make_loss(model, 0).backward()
         hvd.shutdown()
     else:
         with pytest.raises(hvd.HorovodInternalError):
@@ -124,7 +114,7 @@ def test_a_second_backward_after_one_that_another_rank_has_joined_from_its_step_
 
 @on("ranks2_in_backward")
 def test_who_comes_late_costs_one_request_in_later_steps() -> None:
-    model, optimizer = made()
+    model, optimizer = small.made()
     assert isinstance(optimizer._reducer, BackwardReducer)
     optimizer.step()  # the first reduction has one request more
     counts = []
@@ -132,7 +122,7 @@ def test_who_comes_late_costs_one_request_in_later_steps() -> None:
         optimizer.zero_grad()
         before = runtime.current().core.counters()["requests"]
         if step % 3 == 0 or (step % 3 == 1 and hvd.rank() == 0):
-            make_loss(model, hvd.rank(), step).backward()
+            small.make_loss(model, hvd.rank(), step).backward()
         optimizer.step()
         counts.append(runtime.current().core.counters()["requests"] - before)
     # First, all four gradients again, what each rank has sent for them, and the comparison; besides that of the
@@ -168,7 +158,7 @@ def test_sparse_gradients_that_a_rank_lacks_are_averaged_where_ranks_have_other_
             optimizer.zero_grad()
         for number, value in enumerate(wanted):
             value[step] -= 0.1 if number % 2 else 0.1 / 2
-        assert_close([table.weight.detach() for table in tables], wanted)
+        small.assert_close([table.weight.detach() for table in tables], wanted)
 
 
 Record = list[torch.Tensor | None]
@@ -182,7 +172,7 @@ MAKES: dict[str, Callable[[torch.nn.ModuleList], torch.optim.Optimizer]] = {
     "sparse_adam": lambda parts: torch.optim.SparseAdam(list(parts.parameters()), lr=0.1),
     "plain_sgd": lambda parts: torch.optim.SGD(parts.parameters(), lr=0.1),
 }
-SINGLE_PRECISION = compressor(lambda t: t.float(), lambda t, _: t.double())
+SINGLE_PRECISION = small.compressor(lambda t: t.float(), lambda t, _: t.double())
 
 
 def make_parts(sparse: bool = False) -> torch.nn.ModuleList:
@@ -193,7 +183,7 @@ def make_parts(sparse: bool = False) -> torch.nn.ModuleList:
 
 def loss_of(parts: torch.nn.ModuleList, used: list[int], rank: int, step: int) -> torch.Tensor:
     """The loss of a rank. It is a constant where the rank uses no part."""
-    batch = make_batch(rank, step)
+    batch = small.make_batch(rank, step)
     if isinstance(parts[0], torch.nn.Embedding):
         batch = (batch * 4).abs().long() % 9
     loss = torch.zeros((), dtype=torch.float64, requires_grad=True).clone()

@@ -7,22 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_model as small
 import torch
 from jobs import run_python
 from rank_pool import on, one_of
-from small_model import (
-    assert_close,
-    compressor,
-    gradients_of,
-    made,
-    make_batch,
-    make_loss,
-    make_model,
-    mean_gradients,
-    sgd,
-    take_step,
-    train,
-)
 
 import horo.torch as hvd
 from horo.torch.optimizer.at_backward import BackwardReducer
@@ -30,20 +18,20 @@ from horo.torch.optimizer.at_backward import BackwardReducer
 
 @on("ranks2_in_step")
 def test_skip_synchronize_without_synchronize_is_an_error_in_horovods_order() -> None:
-    model, optimizer = made()
-    wanted = mean_gradients(model, hvd.size())
+    model, optimizer = small.made()
+    wanted = small.mean_gradients(model, hvd.size())
     before = [p.detach().clone() for p in model.parameters()]
-    make_loss(model, hvd.rank()).backward()
+    small.make_loss(model, hvd.rank()).backward()
     with (
         optimizer.skip_synchronize(),
         pytest.raises(ValueError, match=r"gradients are not averaged.*optimizer\.synchronize\(\) first"),
     ):
         optimizer.step()
-    assert_close(model.parameters(), before)
+    small.assert_close(model.parameters(), before)
     optimizer.synchronize()
     with optimizer.skip_synchronize():
         optimizer.step()
-    assert_close(gradients_of(model), wanted)
+    small.assert_close(small.gradients_of(model), wanted)
     optimizer.zero_grad()
     with optimizer.skip_synchronize():
         optimizer.step()  # there is no gradient
@@ -52,12 +40,12 @@ def test_skip_synchronize_without_synchronize_is_an_error_in_horovods_order() ->
 @pytest.mark.parametrize("mode", ["synchronized", "plain"])
 @on("ranks2_in_each_order")
 def test_skip_synchronize_with_a_closure_wants_averaged_gradients(mode: str) -> None:
-    model, optimizer = made()
-    wanted = mean_gradients(model, hvd.size())
+    model, optimizer = small.made()
+    wanted = small.mean_gradients(model, hvd.size())
 
     def closure() -> Any:
         optimizer.zero_grad()
-        loss = make_loss(model, hvd.rank())
+        loss = small.make_loss(model, hvd.rank())
         loss.backward()
         if mode == "synchronized":
             optimizer.synchronize()
@@ -66,7 +54,7 @@ def test_skip_synchronize_with_a_closure_wants_averaged_gradients(mode: str) -> 
     with optimizer.skip_synchronize():
         if mode == "synchronized" or isinstance(optimizer._reducer, BackwardReducer):
             optimizer.step(closure)
-            assert_close(gradients_of(model), wanted)
+            small.assert_close(small.gradients_of(model), wanted)
         else:
             with pytest.raises(ValueError, match="gradients are not averaged"):
                 optimizer.step(closure)
@@ -75,28 +63,28 @@ def test_skip_synchronize_with_a_closure_wants_averaged_gradients(mode: str) -> 
 
 @on("ranks2_in_each_order")
 def test_gradients_made_inside_no_sync_are_not_skipped_unless_both_are_around_the_step() -> None:
-    model, optimizer = made()
+    model, optimizer = small.made()
     with optimizer.no_sync():
-        make_loss(model, hvd.rank()).backward()
+        small.make_loss(model, hvd.rank()).backward()
     with optimizer.skip_synchronize(), pytest.raises(ValueError, match=r"not averaged.*no_sync\(\)"):
         optimizer.step()
-    wanted = mean_gradients(model, hvd.size())
+    wanted = small.mean_gradients(model, hvd.size())
     optimizer.step()
-    assert_close(gradients_of(model), wanted)
+    small.assert_close(small.gradients_of(model), wanted)
     optimizer.zero_grad()
     with optimizer.no_sync(), optimizer.skip_synchronize():
-        make_loss(model, hvd.rank()).backward()
-        own = [g.clone() for g in gradients_of(model) if g is not None]
+        small.make_loss(model, hvd.rank()).backward()
+        own = [g.clone() for g in small.gradients_of(model) if g is not None]
         optimizer.step()
-    assert_close(gradients_of(model), own)
+    small.assert_close(small.gradients_of(model), own)
 
 
 COMPRESSORS = {
-    "the memory that it was given": compressor(lambda t: t.detach(), lambda t, _: t),
-    "a view": compressor(lambda t: t.view(-1), lambda t, shape: t.view(shape)),
-    "the memory without the count of its changes": compressor(lambda t: t.data.view(-1), torch.Tensor.view),
-    "a view that is not contiguous": compressor(lambda t: t.t(), lambda t, _: t.t()),
-    "the tensor, changed in place and back": compressor(lambda t: t.mul_(0.5), lambda t, _: t.mul_(2)),
+    "the memory that it was given": small.compressor(lambda t: t.detach(), lambda t, _: t),
+    "a view": small.compressor(lambda t: t.view(-1), lambda t, shape: t.view(shape)),
+    "the memory without the count of its changes": small.compressor(lambda t: t.data.view(-1), torch.Tensor.view),
+    "a view that is not contiguous": small.compressor(lambda t: t.t(), lambda t, _: t.t()),
+    "the tensor, changed in place and back": small.compressor(lambda t: t.mul_(0.5), lambda t, _: t.mul_(2)),
 }
 
 
@@ -104,14 +92,14 @@ COMPRESSORS = {
 @pytest.mark.parametrize("groups", [None, 1])
 @on("ranks2_in_each_order")
 def test_a_compressor_may_return_the_memory_it_was_given(kind: str, groups: int | None) -> None:
-    model, optimizer = made(compression=COMPRESSORS[kind], groups=groups)
+    model, optimizer = small.made(compression=COMPRESSORS[kind], groups=groups)
     for step in range(3):
-        wanted = mean_gradients(model, hvd.size(), step)
-        make_loss(model, hvd.rank(), step).backward()
+        wanted = small.mean_gradients(model, hvd.size(), step)
+        small.make_loss(model, hvd.rank(), step).backward()
         optimizer.synchronize()
         with optimizer.skip_synchronize():
             optimizer.step()
-        assert_close(gradients_of(model), wanted)
+        small.assert_close(small.gradients_of(model), wanted)
         optimizer.zero_grad(set_to_none=bool(step))
     tensor = torch.full((2, 3), hvd.rank() + 1.0)
     assert hvd.allreduce(tensor, compression=COMPRESSORS[kind]).eq(1.5).all()
@@ -120,8 +108,8 @@ def test_a_compressor_may_return_the_memory_it_was_given(kind: str, groups: int 
 @on("ranks2_in_step")
 def test_a_gradient_changed_under_a_compressor_that_returns_a_view_is_still_found() -> None:
     for kind in list(COMPRESSORS)[1:3]:
-        model, optimizer = made(compression=COMPRESSORS[kind])
-        make_loss(model, hvd.rank()).backward()
+        model, optimizer = small.made(compression=COMPRESSORS[kind])
+        small.make_loss(model, hvd.rank()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         with pytest.raises(ValueError, match="was changed while it was being reduced"):
             optimizer.step()
@@ -129,21 +117,21 @@ def test_a_gradient_changed_under_a_compressor_that_returns_a_view_is_still_foun
 
 @on("ranks2_in_each_order")
 def test_of_two_optimizers_over_one_parameter_the_older_says_so() -> None:
-    model = make_model()
-    older = sgd(model)
-    newer: Any = sgd(model)
-    wanted = mean_gradients(model, hvd.size())
-    make_loss(model, hvd.rank()).backward()
+    model = small.make_model()
+    older = small.sgd(model)
+    newer: Any = small.sgd(model)
+    wanted = small.mean_gradients(model, hvd.size())
+    small.make_loss(model, hvd.rank()).backward()
     for call in (older.step, older.synchronize):
         with pytest.raises(ValueError, match=r"parameter '0\.weight' is also in a DistributedOptimizer.*later"):
             call()
     newer.step()
-    assert_close(gradients_of(model), wanted)
+    small.assert_close(small.gradients_of(model), wanted)
     newer.zero_grad()
     keeper: dict[str, Any] = {"optimizer": newer}
     keeper["self"] = keeper  # garbage that only the collector finds
     del newer, keeper
-    train(model, older, 1)
+    small.train(model, older, 1)
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -194,11 +182,11 @@ class ClearsAlone(torch.optim.SGD):
 
 @on("ranks2_in_each_order")
 def test_an_optimizer_decides_which_arguments_its_methods_take() -> None:
-    model = make_model()
+    model = small.make_model()
     optimizer = hvd.DistributedOptimizer(ClearsAlone(model.parameters(), lr=0.1), model)
-    take_step(model, optimizer)
+    small.take_step(model, optimizer)
     optimizer.zero_grad()
-    assert all(gradient is not None and not gradient.any() for gradient in gradients_of(model))
+    assert all(gradient is not None and not gradient.any() for gradient in small.gradients_of(model))
     with pytest.raises(TypeError, match=r"ClearsAlone\.zero_grad\(\) got an unexpected keyword"):
         optimizer.zero_grad(set_to_none=True)
 
@@ -235,55 +223,55 @@ def test_an_optimizer_around_another_is_refused_or_works() -> None:
     def plain(model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.1)
 
-    model = make_model()
+    model = small.make_model()
     for wrapper in (Lookahead, Outside):
         with pytest.raises(ValueError, match=rf"{wrapper.__name__}\(hvd\.DistributedOptimizer\("):
             hvd.DistributedOptimizer(wrapper(plain(model)))
-    kept = sgd(model)
+    kept = small.sgd(model)
     with pytest.raises(ValueError, match="its attribute 'optimizer' is a distributed optimizer already"):
         hvd.DistributedOptimizer(ProperLookahead(kept), model.named_parameters())
     del kept
-    alone = make_model()
+    alone = small.make_model()
     alone_optimizer = Lookahead(plain(alone))
-    inner, outer = make_model(), make_model()
+    inner, outer = small.make_model(), small.make_model()
     optimizers: list[Any] = [
         Lookahead(hvd.DistributedOptimizer(plain(inner), inner)),
         hvd.DistributedOptimizer(ProperLookahead(plain(outer)), outer),
     ]
     for step in range(5):
-        for parameter, gradient in zip(alone.parameters(), mean_gradients(alone, hvd.size(), step), strict=True):
+        for parameter, gradient in zip(alone.parameters(), small.mean_gradients(alone, hvd.size(), step), strict=True):
             parameter.grad = gradient
         alone_optimizer.step()
         for model, optimizer in zip((inner, outer), optimizers, strict=True):
             optimizer.zero_grad()
-            take_step(model, optimizer, step)
-            assert_close(model.parameters(), alone.parameters())
+            small.take_step(model, optimizer, step)
+            small.assert_close(model.parameters(), alone.parameters())
 
 
 @on("ranks2_in_step")
 def test_a_gan_in_horovods_order_is_told_of_no_sync() -> None:
-    generator, critic = torch.nn.Linear(4, 4).double(), make_model()
+    generator, critic = torch.nn.Linear(4, 4).double(), small.make_model()
     for parameter in generator.parameters():
         hvd.broadcast_(parameter.data, 0)
     optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(generator.parameters(), lr=0.1), generator)
-    optimizer2: Any = sgd(critic)
-    critic(generator(make_batch(hvd.rank()))).square().mean().backward()
+    optimizer2: Any = small.sgd(critic)
+    critic(generator(small.make_batch(hvd.rank()))).square().mean().backward()
     optimizer.step()
     with pytest.raises(AssertionError, match=r"generator's is in a GAN, run it inside no_sync\(\)"):
         optimizer2.zero_grad()
     with pytest.raises(AssertionError, match=r"those for another optimizer, inside optimizer\.no_sync\(\)"):
-        critic(make_batch(hvd.rank())).square().mean().backward()
+        critic(small.make_batch(hvd.rank())).square().mean().backward()
     with pytest.raises(ValueError, match="was changed while it was being reduced"):
         optimizer2.synchronize()
     optimizer2.zero_grad()
     optimizer.zero_grad()
     for step in range(3):
         with optimizer2.no_sync():
-            critic(generator(make_batch(hvd.rank(), step))).square().mean().backward()
+            critic(generator(small.make_batch(hvd.rank(), step))).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         optimizer2.zero_grad()
-        train(critic, optimizer2, step)
+        small.train(critic, optimizer2, step)
 
 
 ranks2_each = one_of("ranks2_always", "ranks2_step_never")
@@ -304,11 +292,11 @@ def warnings_about_horo(caught: list[warnings.WarningMessage]) -> list[str]:
 
 @on("ranks2_step_never", deadline_s=DEADLINE_S)
 def test_compiled_functions_that_communicate_warn_of_nothing() -> None:
-    model, optimizer = made()
+    model, optimizer = small.made()
 
     def step(number: int) -> torch.Tensor:
         optimizer.zero_grad()
-        loss = make_loss(model, hvd.rank(), number)
+        loss = small.make_loss(model, hvd.rank(), number)
         loss.backward()
         optimizer.step()
         return hvd.allreduce(loss.detach(), name="loss")
@@ -322,9 +310,9 @@ def test_compiled_functions_that_communicate_warn_of_nothing() -> None:
         warnings.simplefilter("always")
         compiled, compiled2 = (torch.compile(f, backend="eager") for f in (step, collectives))
         for number in range(3):
-            wanted = mean_gradients(model, hvd.size(), number)
+            wanted = small.mean_gradients(model, hvd.size(), number)
             compiled(number)
-            assert_close(gradients_of(model), wanted)
+            small.assert_close(small.gradients_of(model), wanted)
             assert compiled2(torch.ones(2)).tolist() == [4.0] * 4
         whole = torch.compile(lambda x: x * hvd.size() + hvd.rank(), backend="eager", fullgraph=True)
         assert whole(torch.ones(1)).item() == 2 + hvd.rank()
@@ -354,13 +342,13 @@ def test_torch_compile_that_is_loaded_after_init_warns_of_nothing() -> None:
 
 @on("ranks2_always", deadline_s=DEADLINE_S)
 def test_a_compiled_model_trains_as_alone() -> None:
-    model, optimizer = made()
+    model, optimizer = small.made()
     compiled = torch.compile(model, backend="aot_eager")
     for number in range(3):
-        wanted = mean_gradients(model, hvd.size(), number)
-        compiled(make_batch(hvd.rank(), number)).square().mean().backward()
+        wanted = small.mean_gradients(model, hvd.size(), number)
+        compiled(small.make_batch(hvd.rank(), number)).square().mean().backward()
         optimizer.step()
-        assert_close(gradients_of(model), wanted)
+        small.assert_close(small.gradients_of(model), wanted)
         optimizer.zero_grad()
 
 
@@ -375,7 +363,7 @@ def test_a_step_whose_hooks_torch_has_taken_away_calls_them_again() -> None:
                 parameter.sub_(parameter.grad, alpha=0.1)
 
     kind: Any = Descent
-    model, other = make_model(), make_model()
+    model, other = small.make_model(), small.make_model()
     optimizer: Any = hvd.DistributedOptimizer(kind(model.parameters(), lr=0.1), model.named_parameters())
     for number in range(4):
         if number in {1, 2}:
@@ -384,7 +372,7 @@ def test_a_step_whose_hooks_torch_has_taken_away_calls_them_again() -> None:
         if number == 2:
             optimizer = hvd.DistributedOptimizer(kind(other.parameters(), lr=0.1), other.named_parameters())
             model = other
-        train(model, optimizer, number)
+        small.train(model, optimizer, number)
 
 
 _COMPILED_AUTOGRAD = Path(torch.__file__).with_name("_dynamo") / "compiled_autograd.py"
@@ -398,19 +386,19 @@ _COMPILED_AUTOGRAD = Path(torch.__file__).with_name("_dynamo") / "compiled_autog
 def test_compiled_autograd_works_in_horovods_order_and_is_refused_in_the_other() -> None:
     from torch._dynamo.compiled_autograd import _enable  # noqa: PLC0415 - it takes a second
 
-    model, optimizer = made()
+    model, optimizer = small.made()
     if isinstance(optimizer._reducer, BackwardReducer):
         with (
             _enable(torch.compile(backend="eager")),
             pytest.raises(ValueError, match=r"compiled autograd .*gradients_ready='step'"),
         ):
-            make_loss(model, hvd.rank()).backward()
+            small.make_loss(model, hvd.rank()).backward()
         optimizer.zero_grad()
         return
     for number in range(3):
-        wanted = mean_gradients(model, hvd.size(), number)
+        wanted = small.mean_gradients(model, hvd.size(), number)
         with _enable(torch.compile(backend="eager")):
-            make_loss(model, hvd.rank(), number).backward()
+            small.make_loss(model, hvd.rank(), number).backward()
         optimizer.step()
-        assert_close(gradients_of(model), wanted)
+        small.assert_close(small.gradients_of(model), wanted)
         optimizer.zero_grad()

@@ -9,21 +9,13 @@ from pathlib import Path
 import pytest
 from jobs import Hororun
 
+from horo.runner import network as net
 from horo.runner.agent.machine import BindingError, Topology, bind, bind_gpus, read_topology, threads, visible_gpus
 from horo.runner.config import JobError
 from horo.runner.hosts import HostSpec
 from horo.runner.job.forwarded_variables import default_variables, forwarded, inherited, parse_exports, rank_variables
 from horo.runner.job.host_addresses import HostAddresses, find_addresses, store_addresses
 from horo.runner.job.placement import place, slots_of
-from horo.runner.network import (
-    NetworkError,
-    address_toward,
-    free_port,
-    interface_addresses,
-    is_local,
-    listen,
-    network_identity,
-)
 
 
 def test_a_rank_is_told_its_place_in_both_dialects() -> None:
@@ -120,24 +112,24 @@ def test_slots_default_to_gpus_then_cores() -> None:
 
 def test_names_of_this_machine_are_local_and_others_are_not() -> None:
     for name in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
-        assert is_local(HostSpec(name))
-    assert not is_local(HostSpec("192.0.2.1"))
-    assert not is_local(HostSpec("no-such-host.invalid"))
-    assert not is_local(HostSpec("localhost", port=2222))
-    assert not is_local(HostSpec("localhost", user="somebody-else"))
+        assert net.is_local(HostSpec(name))
+    assert not net.is_local(HostSpec("192.0.2.1"))
+    assert not net.is_local(HostSpec("no-such-host.invalid"))
+    assert not net.is_local(HostSpec("localhost", port=2222))
+    assert not net.is_local(HostSpec("localhost", user="somebody-else"))
 
 
 def test_addresses_and_ports_that_are_not_there_are_named() -> None:
-    assert address_toward("127.0.0.1") == "127.0.0.1"
-    with pytest.raises(NetworkError, match=r"none\.there"):
-        interface_addresses(["none.there"])
-    assert "127.0.0.1" in interface_addresses(["lo", "none.there"])
+    assert net.address_toward("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(net.NetworkError, match=r"none\.there"):
+        net.interface_addresses(["none.there"])
+    assert "127.0.0.1" in net.interface_addresses(["lo", "none.there"])
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(NetworkError, match=str(port)):
-            free_port(port)
-        for take in (lambda ports: free_port(0, ports), listen):
-            with pytest.raises(NetworkError) as caught:
+        with pytest.raises(net.NetworkError, match=str(port)):
+            net.free_port(port)
+        for take in (lambda ports: net.free_port(0, ports), net.listen):
+            with pytest.raises(net.NetworkError) as caught:
                 take(range(port, port + 1))
             assert str(caught.value) == (
                 f"none of the ports {port} to {port} (HORO_PORT_RANGE) is free here; name a range with one port for "
@@ -147,8 +139,8 @@ def test_addresses_and_ports_that_are_not_there_are_named() -> None:
 
 def test_ports_are_of_the_range_that_is_named() -> None:
     only = range(21200, 21240)  # below those from which systems choose
-    assert free_port(0, only) in only
-    with listen(only) as listener:
+    assert net.free_port(0, only) in only
+    with net.listen(only) as listener:
         assert listener.getsockname()[1] in only
 
 
@@ -159,7 +151,7 @@ def host_info(network: str = "another", connection: str = "") -> dict[str, objec
 FOUND = [
     (host_info(connection="127.0.0.1 5 127.0.0.9 22"), HostAddresses(("127.0.0.1",), "127.0.0.9")),
     (host_info(connection="192.0.2.7 5 127.0.0.1 22"), HostAddresses(("127.0.0.1",), "127.0.0.1")),
-    (host_info(network_identity()), HostAddresses(("127.0.0.1",), "127.0.0.1")),
+    (host_info(net.network_identity()), HostAddresses(("127.0.0.1",), "127.0.0.1")),
 ]
 
 

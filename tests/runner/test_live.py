@@ -27,7 +27,7 @@ import pyte
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import DEADLINE_S, Hororun, Launched, wait_until
+from jobs import DEADLINE_S, Hororun, Launched, port_for_later, run_python, wait_until
 
 from horo.runner.agent.rank_reports import NoteReader
 from horo.runner.agent.rank_summary import RankSummary
@@ -284,18 +284,23 @@ def attach(*words: str, **options: object) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, **pipes)  # type: ignore[call-overload, no-any-return]
 
 
-def started(hororun: Hororun, where: str, script: str, folder: Path) -> Launched:
+@contextlib.contextmanager
+def started(hororun: Hororun, where: str, script: str, folder: Path) -> Iterator[Launched]:
+    """A job of two ranks, which ends well after the block."""
     log = (folder / "out").open("wb")
     job = hororun.start("-np", "2", script, str(folder), where=where, stdout=log, stderr=subprocess.STDOUT)
     wait_until(lambda: (folder / "out").read_bytes().count(b"has come") == 2, "both ranks")
-    return job
+    try:
+        yield job
+    finally:
+        (folder / "go").touch()
+    assert job.process.wait(DEADLINE_S) == 0
 
 
 def test_another_terminal_shows_the_line_and_the_stacks_of_a_running_job(
     hororun: Hororun, where: str, script: str, tmp_path: Path
 ) -> None:
-    job = started(hororun, where, script, tmp_path)
-    try:
+    with started(hororun, where, script, tmp_path) as job:
         stacks = attach(str(job.process.pid), "--stacks")
         out, error = stacks.communicate(timeout=DEADLINE_S)
         assert stacks.returncode == 0, error
@@ -312,40 +317,34 @@ def test_another_terminal_shows_the_line_and_the_stacks_of_a_running_job(
         (tmp_path / "go").touch()
         assert viewer.wait(DEADLINE_S) == 0
         assert viewer.stderr.read().decode() == f"hororun: the job of process {job.process.pid} is over\n"
-        assert job.process.wait(DEADLINE_S) == 0
-    finally:
-        (tmp_path / "go").touch()
     late = attach(str(job.process.pid))
     _, error = late.communicate(timeout=DEADLINE_S)
     assert late.returncode == 69 and b"no hororun that can be attached to runs here under this number" in error
 
 
+OTHER_USER = """
+import os, socket, sys
+os.setgid(65534); os.setuid(65534)
+s = socket.socket(socket.AF_UNIX); s.settimeout(30)
+s.connect(f"\\0horo/hororun/{sys.argv[1]}")
+try:
+    s.sendall(b"stacks\\n")
+    print("got", s.recv(100))
+except OSError as error:
+    print("refused", error)
+"""
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
 def test_another_user_is_refused(hororun: Hororun, script: str, tmp_path: Path) -> None:
-    job = started(hororun, "localhost:2", script, tmp_path)
-    program = (
-        "import os, socket, sys\n"
-        "os.setgid(65534); os.setuid(65534)\n"
-        "s = socket.socket(socket.AF_UNIX); s.settimeout(30)\n"
-        f"s.connect('\\0horo/hororun/{job.process.pid}')\n"
-        "try:\n"
-        "    s.sendall(b'stacks\\n')\n"
-        "    print('got', s.recv(100))\n"
-        "except OSError as error:\n"
-        "    print('refused', error)\n"
-    )
-    try:
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=DEADLINE_S, check=True)
-        assert done.stdout == b"got b''\n" or done.stdout.startswith(b"refused "), done.stdout
+    with started(hororun, "localhost:2", script, tmp_path) as job:
+        done = run_python("-c", OTHER_USER, str(job.process.pid), check=True)
+        assert done.stdout == "got b''\n" or done.stdout.startswith("refused "), done.stdout
         assert b"stands_here" not in (tmp_path / "out").read_bytes()
-    finally:
-        (tmp_path / "go").touch()
-    assert job.process.wait(DEADLINE_S) == 0
 
 
 def test_what_is_no_request_ends_the_connection_and_not_the_job(hororun: Hororun, script: str, tmp_path: Path) -> None:
-    job = started(hororun, "localhost:2", script, tmp_path)
-    try:
+    with started(hororun, "localhost:2", script, tmp_path) as job:
         for request in (b"watch\nmore", b"\xff", b"stacks!"):
             with socket.socket(socket.AF_UNIX) as client:
                 client.settimeout(DEADLINE_S)
@@ -353,9 +352,6 @@ def test_what_is_no_request_ends_the_connection_and_not_the_job(hororun: Hororun
                 client.sendall(request)
                 with contextlib.suppress(ConnectionResetError):
                     assert client.recv(100) == b""
-    finally:
-        (tmp_path / "go").touch()
-    assert job.process.wait(DEADLINE_S) == 0
 
 
 OTHER_END = """
@@ -370,13 +366,18 @@ client.sendall(b"[0]   \\x1b]0;title\\x07 \\xe2\\x96\\x88\\n")
 """
 
 
-@pytest.mark.parametrize("words", [(), ("--stacks",)])
-def test_what_any_program_sends_moves_no_cursor_and_is_shown_in_any_locale(words: tuple[str, ...]) -> None:
+def attach_to_other_end(*words: str, **options: object) -> tuple[int, bytes | None, bytes]:
+    """The exit status of the view, its output and its errors."""
     with subprocess.Popen([sys.executable, "-c", OTHER_END], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
-        shown = attach(other.stdout.readline().strip(), *words, env={**os.environ, "PYTHONIOENCODING": "ascii"})
-        out, error = shown.communicate(timeout=DEADLINE_S)
-    assert shown.returncode == 0, error
+        shown = attach(other.stdout.readline().strip(), *words, **options)
+        return (shown.wait(DEADLINE_S), *shown.communicate())
+
+
+@pytest.mark.parametrize("words", [(), ("--stacks",)])
+def test_what_any_program_sends_moves_no_cursor_and_is_shown_in_any_locale(words: tuple[str, ...]) -> None:
+    code, out, error = attach_to_other_end(*words, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert code == 0, error
     assert out == b"[0]   \\x1b]0;title\\x07 ?\n"
 
 
@@ -384,12 +385,9 @@ def test_what_any_program_sends_moves_no_cursor_and_is_shown_in_any_locale(words
 def test_a_reader_that_leaves_ends_the_view_without_a_word(words: tuple[str, ...]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    with subprocess.Popen([sys.executable, "-c", OTHER_END], stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        shown = attach(other.stdout.readline().strip(), *words, stdout=writer)
-        os.close(writer)
-        _, error = shown.communicate(timeout=DEADLINE_S)
-    assert (shown.returncode, error) == (128 + signal.SIGPIPE, b"")
+    with os.fdopen(writer, "wb") as stdout:
+        code, _, error = attach_to_other_end(*words, stdout=stdout)
+    assert (code, error) == (128 + signal.SIGPIPE, b"")
 
 
 # --metrics-port
@@ -417,9 +415,8 @@ def test_the_page_follows_the_format_of_prometheus() -> None:
     assert values["horo_resident_memory_bytes", "1"] == 5 and values["horo_step_seconds_total", "0"] == 1
 
 
-def test_a_running_job_serves_its_metrics_here_alone(
-    hororun: Hororun, where: str, script: str, tmp_path: Path, free_port: int
-) -> None:
+def test_a_running_job_serves_its_metrics_here_alone(hororun: Hororun, where: str, script: str, tmp_path: Path) -> None:
+    free_port = port_for_later()
     url = f"http://127.0.0.1:{free_port}"
     job = hororun.start("-np", "2", "--metrics-port", str(free_port), script, str(tmp_path), where=where)
 
@@ -448,8 +445,9 @@ NO_REQUESTS = [b"", b"GET / HTTP/1.1\r\nX: ", b"\0\xff\r\n\r\n", b"X" * 100_000]
 
 
 def test_clients_that_ask_for_nothing_hold_up_neither_others_nor_the_end(
-    hororun: Hororun, script: str, tmp_path: Path, free_port: int
+    hororun: Hororun, script: str, tmp_path: Path
 ) -> None:
+    free_port = port_for_later()
     job = hororun.start("-np", "1", "--metrics-port", str(free_port), script, str(tmp_path), where="localhost:1")
     try:
         with contextlib.ExitStack() as others:
@@ -472,18 +470,12 @@ def is_open(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_a_port_that_is_taken_is_named_before_any_rank_starts(hororun: Hororun, free_port: int) -> None:
-    with socket.create_server(("127.0.0.1", free_port)):
-        done = hororun.run("-np", "1", "--metrics-port", str(free_port), "true")
+def test_a_port_that_is_taken_is_named_before_any_rank_starts(hororun: Hororun) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = hororun.run("-np", "1", "--metrics-port", str(port), "true")
     assert done.returncode == 2
-    assert done.stderr == f"hororun: --metrics-port 127.0.0.1:{free_port}: Address already in use\n"
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    assert done.stderr == f"hororun: --metrics-port 127.0.0.1:{port}: Address already in use\n"
 
 
 # Off a terminal

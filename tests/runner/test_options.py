@@ -176,9 +176,7 @@ def test_an_interface_that_is_not_here_is_refused_in_every_job(hororun: Hororun,
     assert "lo 127.0.0.1" in done.stderr
 
 
-def test_ranks_that_shall_stay_do_so_and_what_hororun_only_suggests_may_be_set(
-    hororun: Hororun,
-) -> None:
+def test_ranks_that_shall_stay_do_so_and_what_hororun_only_suggests_may_be_set(hororun: Hororun) -> None:
     show = ["--no-prefix", "--", "sh", "-c", "echo $HORO_LEAVE_CROWDED_CORES"]
     environment = {"HORO_LEAVE_CROWDED_CORES": "1"}
     assert hororun.run("-np", "1", "--no-move-ranks", *show, environment=environment).stdout == "0\n"

@@ -11,8 +11,7 @@ from unittest.mock import Mock
 import pytest
 from jobs import PLAIN_RANK, Hororun, run_python
 from parsing import parsed
-from trace_events import arrows_of, parse_timeline, rows_of
-from written_timelines import write
+from trace_events import arrows_of, parse_timeline, rows_of, write
 
 from horo import command
 from horo.runner.cli import parse

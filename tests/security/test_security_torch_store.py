@@ -321,9 +321,7 @@ def test_a_crowd_that_gets_no_credential_does_not_fill_the_log(caplog: pytest.Lo
     ]
 
 
-def test_many_visitors_start_few_processes_and_a_rank_gets_its_credential(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_many_visitors_start_few_processes_and_a_rank_gets_its_credential(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[bytes] = []
 
     def encode(payload: bytes) -> bytes:
