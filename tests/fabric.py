@@ -7,9 +7,10 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from horo.bootstrap.auth.handshake import Purpose
@@ -22,6 +23,7 @@ _READ_BYTES = 1 << 16
 _QUEUE_BYTES = 1 << 20
 """What one direction holds back at most; then the sender meets a full link."""
 _JOIN_S = 10.0
+_DESCRIPTORS = Path("/proc/self/fd")
 
 
 @dataclass(frozen=True)
@@ -315,3 +317,54 @@ def _pair(tcp: bool) -> tuple[int, int]:
     for end in (dialed, accepted):
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return dialed.detach(), accepted.detach()
+
+
+class Links:
+    """Descriptors for teams that have members on several hosts, made by the first of their ranks that asks."""
+
+    def __init__(self, host_of_rank: Sequence[int], sockets: int = 1) -> None:
+        self._host_of_rank = host_of_rank
+        self._sockets = sockets
+        self._lock = threading.Lock()
+        self._made: dict[tuple[object, tuple[int, ...]], dict[int, dict[str, list[int]]]] = {}
+        self._sockets_of: dict[int, set[str]] = {}
+        self._asked: dict[int, int] = {}
+
+    def of(self, rank: int, ranks: Sequence[int], key: object = None) -> dict[str, list[int]]:
+        """``control_fds`` and ``data_fds`` of a member; nothing for who is none, and for members on one host.
+
+        ``key``: tells teams of the same ranks apart; None: by how many this rank has asked for.
+        """
+        self._asked[rank] = self._asked.get(rank, 0) + 1
+        key = self._asked[rank] if key is None else key
+        if rank not in ranks:
+            return {}
+        with self._lock:
+            if (key, tuple(ranks)) not in self._made:
+                made = make_team_links(self._host_of_rank, ranks, sockets=self._sockets)
+                self._made[key, tuple(ranks)] = made
+                for member, by_kind in made.items():
+                    ends = [end for ends in by_kind.values() for end in ends if end >= 0]
+                    self._sockets_of[member] = self._sockets_of.get(member, set()) | sockets_of(ends)
+            return self._made[key, tuple(ranks)][rank]
+
+    def sockets_of(self, rank: int) -> set[str]:
+        """The names of all sockets that a rank has got. The core has duplicated and closed the descriptors, whose
+        numbers may be another rank's by now.
+        """
+        with self._lock:
+            return self._sockets_of.get(rank, set())
+
+
+def sockets_of(fds: Iterable[int]) -> set[str]:
+    """Names that tell sockets apart, also where their descriptors have been duplicated or closed."""
+    return {str((_DESCRIPTORS / str(fd)).readlink()) for fd in fds}
+
+
+def descriptors_of(sockets: Collection[str]) -> set[int]:
+    """All descriptors of this process for these sockets."""
+    found = set()
+    for entry in _DESCRIPTORS.iterdir():
+        with suppress(OSError):  # another thread has closed it
+            found |= {int(entry.name)} if str(entry.readlink()) in sockets else set()
+    return found

@@ -167,15 +167,12 @@ def sections() -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-def test_the_packages_are_those_that_the_build_and_slurm_need(sections: dict[str, str]) -> None:
+def test_the_image_has_what_the_build_and_slurm_need_and_its_last_command_succeeds(sections: dict[str, str]) -> None:
     (line,) = (line for line in sections["post"].splitlines() if "apt-get install" in line)
     packages = {word for word in line.partition(" install ")[2].split() if not word.startswith("-")}
     assert packages == {"gcc", "libc6-dev", "munge"}
     needed = (ROOT / ".ci" / "venv").read_text()
     assert "apt-get install gcc libc6-dev" in needed
-
-
-def test_what_the_image_runs_last_succeeds(sections: dict[str, str]) -> None:
     hororun = Path(sys.executable).parent / "hororun"
     command = sections["test"].strip().replace("hororun", str(hororun), 1)
     assert "[X] PyTorch" in start(["sh", "-c", command]).stdout

@@ -1,15 +1,21 @@
 """The parsers in Python that see bytes of others: whatever comes, they refuse it in their own words or understand it.
 
 Mutants of valid bytes, the same in every run: handshakes and advertisements before anything is proven, frames and
-requests of the store, peer info and agents' frames after it.
+requests of the store, peer info and agents' frames after it. The core's parser replays its corpus under sanitizers.
 """
 
 import json
+import os
 import random
 import re
+import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import fuzz_build
+import make_corpus
 import pytest
+from skips import no_compiler
 
 from horo.bootstrap.auth.frames import Opener, Sealer, pack_fields, unpack_fields
 from horo.bootstrap.auth.handshake import _HELLO, Acceptor, HandshakeError
@@ -128,3 +134,53 @@ def test_an_advertisement_is_read_only_if_it_is_whole() -> None:
     assert slurm_store._decode(whole, "7.0/1") is not None
     assert json.loads(whole)["secret"] == SECRET.hex()
     assert all(slurm_store._decode(whole[:length], "7.0/1") is None for length in range(len(whole)))
+
+
+ENVIRONMENT = {**os.environ, "ASAN_OPTIONS": "detect_leaks=1", "LD_PRELOAD": ""}
+needs_compiler = pytest.mark.skipif(bool(no_compiler()), reason=no_compiler())
+PROBE = """
+#include <stdlib.h>
+#include <stdint.h>
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    return data[size] == 1;
+}
+"""
+
+
+def run(program: Path, files: list[Path]) -> subprocess.CompletedProcess[str]:
+    command = [str(program), *map(str, files)]
+    return subprocess.run(command, env=ENVIRONMENT, check=False, capture_output=True, text=True, timeout=100)
+
+
+@pytest.fixture(scope="module")
+def replay(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if reason := no_compiler():
+        pytest.skip(reason)
+    program = tmp_path_factory.mktemp("fuzz") / "replay"
+    fuzz_build.build("replay", program)
+    return program
+
+
+def test_the_whole_corpus_replays_clean(replay: Path) -> None:
+    files = sorted(make_corpus.FOLDER.iterdir())
+    result = run(replay, files)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert result.stdout == f"{len(files)} files\n"
+
+
+def test_the_generated_corpus_is_the_one_that_the_script_writes() -> None:
+    kept = {p.name: p.read_bytes() for p in make_corpus.FOLDER.iterdir() if not p.name.startswith("found-")}
+    assert kept == make_corpus.corpus()
+
+
+@needs_compiler
+def test_the_replay_sees_a_read_past_the_end_of_an_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, program, data = tmp_path / "probe.c", tmp_path / "probe", tmp_path / "input"
+    source.write_text(PROBE)
+    data.write_bytes(b"abc")
+    monkeypatch.setattr(fuzz_build, "SOURCES", [source])
+    fuzz_build.build("replay", program)
+    result = run(program, [data])
+    assert result.returncode != 0
+    assert "heap-buffer-overflow" in result.stderr

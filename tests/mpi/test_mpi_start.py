@@ -215,14 +215,11 @@ def test_mpi_on_threads_that_it_does_not_allow_is_told(mpi_jobs: MpiJobs) -> Non
     assert "mpi4py.rc.thread_level = 'multiple'" in ended.errors
 
 
-def test_an_mpi_that_its_launcher_does_not_know_is_one_sentence(mpi_jobs: MpiJobs) -> None:
+def test_an_mpi_that_its_launcher_does_not_know_or_that_is_not_there_is_one_sentence(mpi_jobs: MpiJobs) -> None:
     ended = mpi_jobs.run(0, HEAD + "start()", environ={"OMPI_COMM_WORLD_SIZE": "4"})
     assert ended.code == 1
     assert "OMPI_COMM_WORLD_SIZE=4, but to mpi4py's MPI (" in ended.errors
     assert "this is process 0 of 1: the job was started by the mpirun of another MPI" in ended.errors
-
-
-def test_a_library_that_is_not_there_is_named(mpi_jobs: MpiJobs) -> None:
     ended = mpi_jobs.run(2, HEAD + "start()", environ={"MPI4PY_LIBMPI": "/no/libmpi.so"})
     assert ended.code != 0
     assert "mpi4py is installed but finds no MPI library" in ended.errors

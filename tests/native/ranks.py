@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from fabric import Relay, Relays, close_setup, make_setups, make_team_links
+from fabric import Links, Relay, Relays, close_setup, descriptors_of, make_setups, sockets_of
 
 from horo.core import context as _core
 from horo.core.context import Context, Tensor
@@ -38,7 +38,6 @@ PATIENT: dict[str, Any] = {"spin_us": 10_000, "sleeps_under_contention": False}
 Written = Callable[[], str]
 """What has gone to file descriptor 2 so far."""
 
-_DESCRIPTORS = Path("/proc/self/fd")
 _left_behind: list[Any] = []
 """Groups that hang, with the errors whose frames hold the arrays that their threads may still write to."""
 
@@ -71,43 +70,6 @@ def describe(
         Tensor(a.ctypes.data, b.ctypes.data, a.shape, _DTYPE_OF_NUMPY[a.dtype], number, b.nbytes)
         for a, b, number in zip(arrays, results, numbers, strict=True)
     ]
-
-
-class Links:
-    """Descriptors for teams that have members on several hosts, made by the first of their ranks that asks."""
-
-    def __init__(self, host_of_rank: Sequence[int], sockets: int = 1) -> None:
-        self._host_of_rank = host_of_rank
-        self._sockets = sockets
-        self._lock = threading.Lock()
-        self._made: dict[tuple[object, tuple[int, ...]], dict[int, dict[str, list[int]]]] = {}
-        self._sockets_of: dict[int, set[str]] = {}
-        self._asked: dict[int, int] = {}
-
-    def of(self, rank: int, ranks: Sequence[int], key: object = None) -> dict[str, list[int]]:
-        """``control_fds`` and ``data_fds`` of a member; nothing for who is none, and for members on one host.
-
-        ``key``: tells teams of the same ranks apart; None: by how many this rank has asked for.
-        """
-        self._asked[rank] = self._asked.get(rank, 0) + 1
-        key = self._asked[rank] if key is None else key
-        if rank not in ranks:
-            return {}
-        with self._lock:
-            if (key, tuple(ranks)) not in self._made:
-                made = make_team_links(self._host_of_rank, ranks, sockets=self._sockets)
-                self._made[key, tuple(ranks)] = made
-                for member, by_kind in made.items():
-                    ends = [end for ends in by_kind.values() for end in ends if end >= 0]
-                    self._sockets_of[member] = self._sockets_of.get(member, set()) | sockets_of(ends)
-            return self._made[key, tuple(ranks)][rank]
-
-    def sockets_of(self, rank: int) -> set[str]:
-        """The names of all sockets that a rank has got. The core has duplicated and closed the descriptors, whose
-        numbers may be another rank's by now.
-        """
-        with self._lock:
-            return self._sockets_of.get(rank, set())
 
 
 def rows_of(rows: int, size: int, place: int) -> slice:
@@ -327,7 +289,7 @@ class Group:
             mute, far = map(opened.enter_context, socket.socketpair())
             mute.setblocking(False)
             streams = [*self._ends[rank]]
-            for fd in _descriptors_of(sockets_of(own) | self.links.sockets_of(rank) | set(team_sockets)) - own:
+            for fd in descriptors_of(sockets_of(own) | self.links.sockets_of(rank) | set(team_sockets)) - own:
                 streams.append(opened.enter_context(socket.socket(fileno=os.dup(fd))))
                 os.dup2(mute.fileno(), fd, inheritable=False)
             for stream in streams:
@@ -475,20 +437,6 @@ def run_script(script: str, *words: object, **env: str) -> str:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def sockets_of(fds: Iterable[int]) -> set[str]:
-    """Names that tell sockets apart, also where their descriptors have been duplicated or closed."""
-    return {str((_DESCRIPTORS / str(fd)).readlink()) for fd in fds}
-
-
-def _descriptors_of(sockets: Collection[str]) -> set[int]:
-    """All descriptors of this process for these sockets."""
-    found = set()
-    for entry in _DESCRIPTORS.iterdir():
-        with suppress(OSError):  # another thread has closed it
-            found |= {int(entry.name)} if str(entry.readlink()) in sockets else set()
-    return found
 
 
 @contextmanager

@@ -117,14 +117,11 @@ class Steps:
             self.samples.append(sample)
 
 
-def test_a_sample_is_the_median_of_whole_steps_so_pauses_change_nothing() -> None:
+def test_a_sample_is_the_median_of_whole_steps_without_those_of_a_change() -> None:
     program = Steps(10)
     for step in range(33):
         program.step(0.06 if step % 4 else 3000.0)  # a validation, a checkpoint
     assert program.samples == pytest.approx([0.06] * 3)
-
-
-def test_the_step_of_a_change_and_the_next_do_not_count() -> None:
     program = Steps(2)
     for took_s in (0.06, 0.06, 0.06):
         program.step(took_s)

@@ -67,7 +67,7 @@ def caught(where: Path, error: str) -> BaseException:
     raise AssertionError("it must raise")
 
 
-def test_the_line_of_the_script_is_named_and_frames_of_horo_are_cut_off_the_end(tmp_path: Path) -> None:
+def test_the_line_of_the_script_is_named_and_frames_of_horo_are_cut_where_they_add_nothing(tmp_path: Path) -> None:
     error = caught(tmp_path / "train.py", "read_launch({'HORO_RANK': '0'})")
     assert ending.script_line(error.__traceback__) == "train.py, line 3"
     assert ending.script_line(None) == ""
@@ -75,9 +75,6 @@ def test_the_line_of_the_script_is_named_and_frames_of_horo_are_cut_off_the_end(
     assert traceback.extract_tb(error.__traceback__)[-1].name == "_from_hororun"
     ending.shorten_traceback(error)
     assert traceback.extract_tb(error.__traceback__)[-1].name == "train"
-
-
-def test_frames_stay_where_they_say_something(tmp_path: Path) -> None:
     for kind in (InternalError, ValueError):
         error = kind("x")
         try:

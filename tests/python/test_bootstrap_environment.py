@@ -31,12 +31,9 @@ SLURM = {
 }  # fmt: skip
 
 
-def test_no_launcher_is_a_job_of_one() -> None:
+def test_no_launcher_is_a_job_of_one_and_hororun_comes_before_torchrun() -> None:
     launch = read_launch({"PATH": "/bin", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "HORO_JOB_ID": "x"})
     assert (launch.kind, launch.rank, launch.size, launch.host_name) == ("none", 0, 1, socket.gethostname())
-
-
-def test_hororun_is_understood_and_comes_before_torchs_variables() -> None:
     for environ in (HORORUN, {**HORORUN, **TORCHRUN, "RANK": "0"}):
         launch = read_launch(environ)
         assert (launch.kind, launch.rank, launch.size, launch.host_name) == ("hororun", 5, 8, "h2")
@@ -44,9 +41,6 @@ def test_hororun_is_understood_and_comes_before_torchs_variables() -> None:
         assert launch.endpoints == (Endpoint("10.0.0.1", 4711), Endpoint("fd00::1", 4711))
         assert launch.secret == b"\xab" * 32
         assert launch.torch_master is None
-
-
-def test_torchrun_is_understood_and_size_one_needs_no_store() -> None:
     launch = read_launch(TORCHRUN)
     assert (launch.kind, launch.rank, launch.size, launch.local, launch.node) == ("torchrun", 5, 8, (1, 4), 1)
     assert launch.torch_master == TorchMaster("h1", 29500, True)

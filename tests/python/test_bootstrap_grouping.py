@@ -70,15 +70,11 @@ def test_a_data_link_has_as_many_streams_as_asked_for(keys: list[int], sockets: 
 
 
 @given(st.integers(1, 300))
-def test_tree_reaches_every_host_from_the_root(count: int) -> None:
+def test_a_tree_reaches_every_host_and_data_links_lead_a_power_of_two_round_the_ring(count: int) -> None:
     parents = {child: host for host in range(count) for child in control_peers(host, count) if child > host}
     assert set(parents) == set(range(1, count))
     above = {(host, min(control_peers(host, count))) for host in range(1, count)}
     assert above == set(parents.items())
-
-
-@given(st.integers(1, 300))
-def test_data_links_have_two_ends_and_lead_a_power_of_two_round_the_ring(count: int) -> None:
     pairs = {(host, other) for host in range(count) for other in data_peers(host, count)}
     assert pairs == {(other, host) for host, other in pairs}
     distances = {1 << bit for bit in range(10)}
@@ -107,13 +103,10 @@ def name(rank: int, host: str) -> str:
     return f"rank {rank} ({host})"
 
 
-def test_peer_info_survives_the_store() -> None:
+def test_peer_info_survives_the_store_and_a_label_keeps_identities_apart() -> None:
     assert PeerInfo.decode(PEER_INFO.encode()) == PEER_INFO
     other = replace(PEER_INFO, local=(1, 4), node=3, address=None, cpus=1 << 300 | 5)
     assert PeerInfo.decode(other.encode()) == other
-
-
-def test_identity_of_a_process_is_stable_and_a_label_keeps_it_apart() -> None:
     assert read_identity(None) == read_identity("")
     assert read_identity("a") != read_identity("b")
     assert read_identity("a").machine == read_identity("b").machine
@@ -230,7 +223,7 @@ def test_a_network_that_is_none_is_named_even_beside_an_interface(item: str) -> 
         select_addresses(f"eth0,{item}", AVAILABLE)
 
 
-def test_interfaces_have_the_addresses_that_psutil_finds() -> None:
+def test_interfaces_have_the_addresses_that_psutil_finds_and_loopback_is_recognized() -> None:
     inet = {socket.AF_INET, socket.AF_INET6}
     found = {
         name: sorted(entry.address for entry in entries if entry.family in inet and "%" not in entry.address)
@@ -238,9 +231,6 @@ def test_interfaces_have_the_addresses_that_psutil_finds() -> None:
     }
     assert {name: sorted(addresses) for name, addresses in interface_addresses().items()} == found
     assert "127.0.0.1" in found["lo"]
-
-
-def test_route_to_loopback_starts_at_loopback_which_is_recognized_in_every_notation() -> None:
     assert route_source("127.0.0.5") is not None
     assert is_loopback(str(route_source("127.0.0.5")))
     with pytest.raises(UsageError, match="h1"):
@@ -249,7 +239,7 @@ def test_route_to_loopback_starts_at_loopback_which_is_recognized_in_every_notat
     assert not any(map(is_loopback, ("10.0.0.1", "fd00::1", "::ffff:10.0.0.1", "0.0.0.0")))
 
 
-def test_listeners_fall_back_to_ports_of_their_own_only_if_they_must() -> None:
+def test_listeners_share_a_port_if_they_can_and_keep_to_those_that_are_named() -> None:
     listeners = bind_all(["127.0.0.1", "127.0.0.1", "127.0.0.2"])
     assert len(listeners) == 2
     assert len({listener.getsockname()[1] for listener in listeners}) == 1
@@ -257,9 +247,6 @@ def test_listeners_fall_back_to_ports_of_their_own_only_if_they_must() -> None:
         listener.close()
     with pytest.raises(UsageError, match="no address"):
         bind_all([])
-
-
-def test_listeners_keep_to_the_ports_that_are_named() -> None:
     few = range(21240, 21280)  # below those from which systems choose
     (listener,) = bind_all(["127.0.0.2"], ports=few)
     with listener:

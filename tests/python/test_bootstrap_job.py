@@ -64,15 +64,12 @@ def test_ranks_that_share_a_label_share_memory_and_the_others_are_linked(host_of
     assert open_descriptors() <= before
 
 
-def test_places_are_counted_where_the_launcher_says_nothing(server: StoreServer) -> None:
+def test_places_are_counted_where_the_launcher_does_not_give_them(server: StoreServer) -> None:
     with joined(join_all(environments(server, 5, hosts="abaab"))) as connections:
         places = [connection.place for connection in connections]
         assert places == [Place(0, 3, 0, 2), Place(0, 2, 1, 2), Place(1, 3, 0, 2), Place(2, 3, 0, 1), Place(1, 2, 1, 2)]
         assert not any(connection.is_homogeneous for connection in connections)
         assert connections[3].hosts == ((0, 2, 3), (1, 4))
-
-
-def test_the_launchers_word_on_places_counts(server: StoreServer) -> None:
     environs = environments(server, 2)
     for rank, environ in enumerate(environs):
         environ |= {"HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1"}

@@ -102,14 +102,11 @@ def test_secret_never_appears_in_messages() -> None:
     assert repr(launch.secret) not in repr(launch)
 
 
-def test_switches_read_the_usual_words() -> None:
+def test_switches_read_the_usual_words_and_log_levels_are_those_of_the_core() -> None:
     for word in ("1", "true", "YES", "on"):
         assert read_config({"HORO_STALL_CHECK_DISABLE": word}).stall_check_disable
     for word in ("0", "False", "no", "off"):
         assert not read_config({"HORO_STALL_CHECK_DISABLE": word}).stall_check_disable
-
-
-def test_log_levels_are_those_of_the_core() -> None:
     for level in LOG_LEVELS:
         assert read_config({"HORO_LOG_LEVEL": level.upper()}).log_level == level
     assert read_config({"HOROVOD_LOG_LEVEL": "fatal"}).log_level_number == LOG_LEVELS.index("off")
@@ -131,7 +128,7 @@ def test_any_text_is_a_value_in_range_or_a_usage_error(name: str, text: str) -> 
             assert variable.low <= value <= variable.high
 
 
-def test_every_variable_is_described_once_and_belongs_to_one_group() -> None:
+def test_every_variable_is_described_once_and_the_reference_page_is_current() -> None:
     names: list[str] = []
     for group in GROUPS:
         for variable in variables_of(group).values():
@@ -141,9 +138,6 @@ def test_every_variable_is_described_once_and_belongs_to_one_group() -> None:
     assert read_config({}) == Config()
     assert all(each.default == getattr(Config(), name) for name, each in variables_of(Config).items())
     assert {item.name for item in fields(Config)} - variables_of(Config).keys() == {"sources"}
-
-
-def test_reference_page_is_current() -> None:
     path = ROOT / "docs/reference/generate_environment.py"
     module = runpy.run_path(str(path))
     hint = f"run python {path.relative_to(ROOT)}"

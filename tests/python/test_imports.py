@@ -93,7 +93,7 @@ def test_an_installation_without_its_extension_says_so(installed: Path, tmp_path
     )
 
 
-def test_an_extension_older_than_the_source_says_what_to_type(source: Path) -> None:
+def test_an_extension_older_than_the_source_is_named_and_other_modules_are_pythons_own_error(source: Path) -> None:
     shutil.copy(next((TREE / "horo").glob("_native*.so")), source / "horo")
     calls = source / "horo" / "core" / "calls.py"
     calls.write_text(calls.read_text().replace("_calls.Gradient", "_calls.Newer"))
@@ -102,9 +102,6 @@ def test_an_extension_older_than_the_source_says_what_to_type(source: Path) -> N
     assert line.endswith(
         f"was built from older source, as module 'horo._calls' has no attribute 'Newer': pip install -e {source}"
     )
-
-
-def test_other_modules_that_are_not_there_are_pythons_own_error(source: Path) -> None:
     line = last_line(["-c", "import horo.no_such_module"], folder=source)
     assert line == "ModuleNotFoundError: No module named 'horo.no_such_module'"
 

@@ -42,15 +42,13 @@ def test_a_library_outside_of_the_interpreters_folders_is_no_code_of_the_user(fo
     assert innermost_own(["/own/train.py", f"/own/{folder}/torch/autograd/graph.py"]) == 0
 
 
-def test_calls_inside_horo_are_left_out_at_the_end() -> None:
+def test_calls_inside_horo_are_left_out_at_the_end_but_not_those_of_the_program() -> None:
     def train(module: dict[str, Any]) -> None:
         module["allreduce"]()
 
     code = "def allreduce():\n    run()\ndef run():\n    begun.set()\n    end.wait(60)\n"
     assert functions_of_a_thread(code, train)[-1] == "train"
 
-
-def test_calls_that_horo_makes_of_the_program_stay() -> None:
     def train(module: dict[str, Any]) -> None:
         def compress() -> None:
             module["begun"].set()

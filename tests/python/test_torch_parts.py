@@ -229,15 +229,12 @@ def test_what_is_made_of_a_name_is_none_without_it(
     assert make() is None
 
 
-def test_without_a_test_for_transforms_no_tensor_counts_as_transformed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_torch_knows_no_transforms_and_counts_changes_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     torch.func.vmap(lambda row: asked.append(private.transform_finder()(row)) or row)(torch.ones(1, 2))
     monkeypatch.setattr(private, "torch", SimpleNamespace(_C=SimpleNamespace()))
     torch.func.vmap(lambda row: asked.append(private.transform_finder()(row)) or row)(torch.ones(1, 2))
     assert asked == [True, False]
-
-
-def test_changes_are_counted_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     as_before = {"inference_mode": torch.inference_mode, "empty": torch.empty}
     monkeypatch.setattr(private, "torch", SimpleNamespace(_C=SimpleNamespace(), **as_before))  # torch itself calls it
     tensors = [torch.zeros(1), torch.zeros(2)]
@@ -262,12 +259,10 @@ def test_a_sparse_tensor_is_coalesced() -> None:
     assert private.sparse_values(tensor).tolist() == [5.0]
 
 
-def test_without_the_word_of_the_profiler_there_are_no_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_marks_of_torch_there_are_no_spans_and_optimizers_are_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.autograd.profiler, "_is_profiler_enabled")
     assert private.profiler_state()._is_profiler_enabled is False
 
-
-def test_optimizers_count_as_hooked_where_torchs_own_have_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     class Unhooked(torch.optim.Optimizer):
         def __init__(self) -> None:
             pass
@@ -279,16 +274,13 @@ def test_optimizers_count_as_hooked_where_torchs_own_have_no_mark(monkeypatch: p
         assert private.has_step_hooks(Unhooked())
 
 
-def test_older_torch_skips_code_by_another_function_or_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_torch_skips_code_otherwise_and_has_no_compiled_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
     skipped: list[Any] = []
     frames = SimpleNamespace(skip_code=skipped.append)
     for namespace in (SimpleNamespace(_dynamo=SimpleNamespace(eval_frame=frames)), SimpleNamespace()):
         monkeypatch.setattr(private, "torch", SimpleNamespace(_C=namespace))
         private.code_skipper()(spelled.__code__)
     assert skipped == [spelled.__code__]
-
-
-def test_without_flags_of_dynamo_compiled_autograd_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch._dynamo.compiled_autograd", SimpleNamespace())  # type: ignore[arg-type]
     assert private.is_autograd_compiled() is False
 

@@ -259,7 +259,7 @@ def test_it_is_one_process_with_the_whole_batch(
 
 
 @on("ranks2")
-def test_a_converted_model_keeps_its_parameters() -> None:
+def test_a_converted_model_keeps_its_parameters_and_a_layer_alone_its_mode() -> None:
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64)))
     parameters, names = list(model.parameters()), model.state_dict().keys()
     converted = hvd.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -267,10 +267,6 @@ def test_a_converted_model_keeps_its_parameters() -> None:
     assert isinstance(model[1], hvd.SyncBatchNorm) and isinstance(model[2][1], hvd.SyncBatchNorm)
     assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
     assert model.state_dict().keys() == names
-
-
-@on("ranks2")
-def test_a_layer_alone_is_converted_and_keeps_its_mode() -> None:
     layer = nn.BatchNorm1d(3, eps=0.25, momentum=0.5, affine=False).eval()
     new = hvd.SyncBatchNorm.convert_sync_batchnorm(layer)
     assert isinstance(new, hvd.SyncBatchNorm) and not new.training and new.weight is None

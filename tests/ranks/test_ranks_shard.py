@@ -128,15 +128,11 @@ class InPairs:
 
 
 @on("ranks2")
-def test_batches_of_a_batch_sampler_are_dealt_out() -> None:
+def test_samples_are_dealt_out_one_by_one_and_in_whole_batches_of_a_sampler() -> None:
     loader = hvd.shard(DataLoader(range(14), batch_sampler=InPairs()), tail="drop")
     for epoch in range(2):
         first = 2 * hvd.rank() + epoch
         assert epoch_of(loader) == [[place + first, place + first + 1] for place in (0, 4, 8)]
-
-
-@on("ranks2")
-def test_samples_are_dealt_out_one_by_one_and_in_whole_batches_of_a_sampler_of_the_scripts_own() -> None:
     in_order = data.SequentialSampler(range(9))
     batches = hvd.shard(DataLoader(range(9), batch_sampler=data.BatchSampler(in_order, 2, True)))
     assert epoch_of(batches) == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]][hvd.rank()]

@@ -181,15 +181,12 @@ def row(operation: str, size_bytes: int, *times_us: float, wrong: int = 0, ranks
     return Row(operation, "float32", size_bytes, size_bytes // 4, ranks, times_us, wrong)
 
 
-def test_a_line_stands_below_its_titles() -> None:
+def test_a_line_stands_below_its_titles_and_the_end_has_the_best_rates_and_what_was_wrong() -> None:
     line = line_of(row("allreduce", 4_000_000, 2000.0, 1000.0, 4000.0))
     assert line.split() == ["allreduce", "4000000", "1000000", "float32", "1000.0", "2000.0", "2.00", "3.00", "0"]
     first = TITLES.splitlines()[0]
     assert line[: first.index("median") + len("median")].endswith("2000.0")
     assert sizes_of(4, 100, 4) == [4, 16, 64]
-
-
-def test_the_end_has_the_best_rates_and_what_was_wrong() -> None:
     rows = [row("allreduce", 1 << 20, 1000.0), row("allreduce", 4 << 20, 2000.0), row("broadcast", 1 << 20, 1048.576)]
     assert best_lines(rows) == [
         "best busbw in GB/s: allreduce 3.15 at 4.0 MiB, broadcast 1.00 at 1.0 MiB",

@@ -109,15 +109,16 @@ def test_a_rank_that_is_last_by_little_or_by_chance_or_in_few_steps_is_not_named
         assert facts(ends(others, slow))["slowest"] is None
 
 
-def test_loaders_that_hold_up_every_rank_are_advice() -> None:
+def test_notes_are_of_slow_loaders_crowded_cores_and_unused_parameters() -> None:
     slow = [replace(in_turn(rank), loading=2652 * MS) for rank in range(4)]
     advice = "every rank waits for its DataLoader for 30 % of a step: more workers (num_workers=) would help"
     assert lines(ends(*slow))[-1] == f"  notes           {advice}"
     assert facts(ends(*slow[:3], in_turn(3)))["notes"] == []
     assert facts(ends(*slow[:3], None), failed=True)["notes"] == []  # who knows
-
-
-def test_parameters_that_no_rank_has_used_are_named() -> None:
+    crowded = [replace(in_turn(rank), cores=2) for rank in range(4)]
+    assert facts(ends(*crowded))["notes"] == ["4 ranks on 2 cores: -np 2 would be faster"]
+    assert facts(ends(*(replace(each, on_cpu=0) for each in crowded)))["notes"] == []
+    assert facts(ends(crowded[0], None, None, None), failed=True)["notes"] == []  # those of other hosts are not known
     some = [replace(in_turn(rank), unused=("b", "a", "c", "d")[: 4 - rank]) for rank in range(3)]
     assert facts(ends(*some))["notes"] == ["2 parameters had no gradient in the last step (a, b)"]
     four = [replace(some[0])] * 2
@@ -127,13 +128,6 @@ def test_parameters_that_no_rank_has_used_are_named() -> None:
     assert facts(ends(many))["notes"] == [
         f"at least {NAMES_MAX} parameters had no gradient in the last step (p00, p01, p02, ...)"
     ]
-
-
-def test_more_ranks_than_cores_are_advice_where_cores_compute() -> None:
-    crowded = [replace(in_turn(rank), cores=2) for rank in range(4)]
-    assert facts(ends(*crowded))["notes"] == ["4 ranks on 2 cores: -np 2 would be faster"]
-    assert facts(ends(*(replace(each, on_cpu=0) for each in crowded)))["notes"] == []
-    assert facts(ends(crowded[0], None, None, None), failed=True)["notes"] == []  # those of other hosts are not known
 
 
 def test_a_job_that_failed_has_the_step_and_line_of_each_rank_that_told_it() -> None:

@@ -101,16 +101,13 @@ def test_gpus_are_found_by_the_driver_or_by_the_devices_of_a_container(tmp_path:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "2,7,1"}, tmp_path) == ["2"]  # as CUDA does
 
 
-def test_slots_default_to_gpus_then_cores() -> None:
+def test_slots_default_to_gpus_then_cores_and_names_of_this_machine_are_local() -> None:
     host = HostSpec("h")
     assert [slots_of(host, 1, *here) for here in ((8, 2), (8, 0), (0, 0))] == [2, 8, 1]
     assert slots_of(replace(host, slots=3), 0, 8, 0) == 3
     assert slots_of(host, 0, 8, 2) == 2
     with pytest.raises(JobError, match=r"how many ranks\? say -np N; h has no GPU"):
         slots_of(host, 0, 8, 0)  # the number of its cores says nothing
-
-
-def test_names_of_this_machine_are_local_and_others_are_not() -> None:
     for name in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
         assert net.is_local(HostSpec(name))
     assert not net.is_local(HostSpec("192.0.2.1"))
@@ -119,7 +116,7 @@ def test_names_of_this_machine_are_local_and_others_are_not() -> None:
     assert not net.is_local(HostSpec("localhost", user="somebody-else"))
 
 
-def test_addresses_and_ports_that_are_not_there_are_named() -> None:
+def test_addresses_and_ports_that_are_not_there_are_named_and_ports_are_of_the_range() -> None:
     assert net.address_toward("127.0.0.1") == "127.0.0.1"
     with pytest.raises(net.NetworkError, match=r"none\.there"):
         net.interface_addresses(["none.there"])
@@ -135,9 +132,6 @@ def test_addresses_and_ports_that_are_not_there_are_named() -> None:
                 f"none of the ports {port} to {port} (HORO_PORT_RANGE) is free here; name a range with one port for "
                 "each rank of a host and two more"
             )
-
-
-def test_ports_are_of_the_range_that_is_named() -> None:
     only = range(21200, 21240)  # below those from which systems choose
     assert net.free_port(0, only) in only
     with net.listen(only) as listener:
@@ -160,16 +154,13 @@ def test_addresses_that_lead_to_a_host(info: dict[str, object], addresses: HostA
     assert find_addresses("h", info, []) == addresses
 
 
-def test_interfaces_that_the_user_names_are_used_and_a_host_without_any_address_is_named() -> None:
+def test_addresses_are_of_the_interfaces_that_the_user_names_and_not_loopback_on_several_hosts() -> None:
     info = host_info(connection="192.0.2.7 5 192.0.2.8 22")
     assert "127.0.0.1" in find_addresses("h", info, ["lo"]).launcher
     with pytest.raises(JobError, match="none0"):
         find_addresses("h", info, ["none0"])
     with pytest.raises(JobError, match=r"h\.invalid"):
         find_addresses("h.invalid", host_info(), [])
-
-
-def test_local_ranks_of_a_job_on_several_hosts_do_not_use_loopback() -> None:
     addresses, by_host = store_addresses(
         [None, HostAddresses(("10.0.0.1",), "10.0.0.2"), HostAddresses(("10.1.0.1",), "10.1.0.2")]
     )
@@ -247,7 +238,7 @@ def test_gpus_are_shared_out_side_by_side_and_by_several_ranks() -> None:
         bind_gpus([0], [])
 
 
-def test_each_rank_sees_its_share_of_the_gpus_of_its_host(hororun: Hororun, where: str) -> None:
+def test_each_rank_sees_its_share_of_the_gpus_of_its_host_and_none_is_an_error(hororun: Hororun, where: str) -> None:
     words = ["-np", "4", "--bind-gpus", "--verbose", *SHOW_GPUS]
     done = hororun.run(*words, where=where, environment={"CUDA_VISIBLE_DEVICES": "5,GPU-a"})
     assert done.returncode == 0, done.stderr
@@ -255,9 +246,6 @@ def test_each_rank_sees_its_share_of_the_gpus_of_its_host(hororun: Hororun, wher
     assert sorted(done.stdout.splitlines()) == [f"{rank} {share}" for rank, share in enumerate(shares)]
     assert done.stderr.count(", bound to GPU 5\n") == 2
     assert done.stderr.count(", bound to GPU-a\n") == 2
-
-
-def test_a_host_without_gpus_is_an_error_that_names_it(hororun: Hororun, where: str) -> None:
     done = hororun.run("-np", "1", "--bind-gpus", "true", where=where, environment={"CUDA_VISIBLE_DEVICES": ""})
     assert (done.returncode, done.stderr.count("\n")) == (78, 1)
     assert f"host {where[:3]}" in done.stderr

@@ -98,7 +98,7 @@ def test_a_script_of_horovods_runs_unchanged(
     assert sorted(done.stdout.splitlines()) == sorted(2 * expected)
 
 
-def test_this_host_takes_any_number_of_ranks_as_with_horovod(hororun: Hororun) -> None:
+def test_this_host_takes_any_number_of_ranks_and_lines_begin_as_with_horovod(hororun: Hororun) -> None:
     size = str((os.cpu_count() or 1) + 1)
     words = ["-np", size, "--no-prefix", "printenv", "HOROVOD_SIZE"]
     done = hororun.launch([sys.executable, "-m", "horo.runner", "--horovod", *words]).finish()
@@ -111,9 +111,6 @@ def test_this_host_takes_any_number_of_ranks_as_with_horovod(hororun: Hororun) -
     ):
         job = parsed([*before, *words], environment={"PATH": os.environ["PATH"], **environment})
         assert job.oversubscribe is expected
-
-
-def test_lines_begin_as_with_horovod(hororun: Hororun) -> None:
     words = ["-np", "1", "sh", "-c", "echo out; echo err >&2"]
     for before, environment in ((["--horovod"], {}), ([], {"HORO_HOROVOD": "1"})):
         done = hororun.run(*before, *words, environment=environment)

@@ -50,13 +50,10 @@ def test_any_text_is_hosts_or_a_sentence(text: str) -> None:
             assert str(error)
 
 
-def test_a_host_named_twice_gets_the_sum_of_its_slots() -> None:
+def test_a_host_named_twice_gets_the_sum_of_its_slots_and_a_bare_ipv6_address_is_understood() -> None:
     assert parse_hosts("h1:2,h2:1,h1:3") == (HostSpec("h1", slots=5), HostSpec("h2", slots=1))
     twice = "h1 slots=2 max_slots=4\nh1 slots=3 max_slots=6"
     assert parse_host_file(twice, "f") == (HostSpec("h1", slots=5, max_slots=10),)
-
-
-def test_a_bare_ipv6_address_is_understood_where_it_is_unambiguous() -> None:
     assert parse_host_file("fd00::1 slots=4\n", "f") == (HostSpec("fd00::1", slots=4),)
     with pytest.raises(HostsError, match="brackets"):
         parse_hosts("fd00::1")
@@ -110,14 +107,11 @@ def test_a_file_without_hosts_is_an_error() -> None:
         parse_host_file("# nothing\n\n", "f")
 
 
-def test_slurms_brackets_name_several_hosts() -> None:
+def test_brackets_of_slurm_and_files_of_pbs_of_open_mpi_and_of_windows_are_understood() -> None:
     pair = (HostSpec("n09", "me", 22, 2), HostSpec("n10", "me", 22, 2))
     assert parse_hosts("me@n[09-10]:2:port=22") == pair
     assert parse_hosts("n[1,3]x,b") == (HostSpec("n1x"), HostSpec("n3x"), HostSpec("b"))
     assert parse_host_file("me@n[09-10] slots=2 port=22\n", "f") == pair
-
-
-def test_a_file_of_pbs_of_open_mpi_or_of_windows_is_understood() -> None:
     assert parse_host_file("h1\nh1\nh2\nh1\n", "f") == (HostSpec("h1", slots=3), HostSpec("h2", slots=1))
     assert parse_host_file("h1\nh2\n", "f") == (HostSpec("h1"), HostSpec("h2"))
     with pytest.raises(HostsError, match="f, line 2, 'h1': h1 is named twice: say its slots each time"):

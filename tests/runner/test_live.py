@@ -59,14 +59,11 @@ def progress_of(*waiting_ms: int, **counts: int) -> Progress:
 # The line
 
 
-def test_the_line_names_the_step_the_pace_and_the_late_rank() -> None:
+def test_the_line_names_the_step_the_pace_and_the_late_rank_of_the_last_steps() -> None:
     progress = progress_of(30, 30, 0, peak=2 << 30)
     text = line(progress, 1.0, 200)
     assert text == "step 20 | 10 steps/s | waiting 20 % | rank 2 late by 30.0 ms | 2.0 GiB each | [▆▆█]"
     assert line(progress, 1.0, 200, plain=True).endswith(" | [668]")
-
-
-def test_it_is_about_the_last_steps_and_about_those_that_run() -> None:
     progress = progress_of(30, 30)
     assert progress.late() is None
     for second in range(1, 9):

@@ -309,16 +309,13 @@ def test_everything_that_can_be_said(family: Family, expected: str) -> None:
     assert command(family, FULL, root=True) == expected
 
 
-def test_what_only_variables_say() -> None:
+def test_what_only_variables_say_and_time_stamps_where_they_exist() -> None:
     assert mpirun_variables(FULL, Family.MPICH) == {"HYDRA_LAUNCHER_EXTRA_ARGS": "-p 2222 -i /k -v"}
     assert mpirun_variables(FULL, Family.INTEL) == {"I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": "-p 2222 -i /k -v"}
     assert mpirun_variables(JOB, Family.INTEL) == {"I_MPI_PIN": "0"}
     assert mpirun_variables(FULL, Family.OPEN_MPI_5) == mpirun_variables(JOB, Family.MPICH) == {}
     assert "MPICH_*" in forwarded_names(Family.MPICH)
     assert forwarded_names(Family.OPEN_MPI_4) == ("MPI4PY_*",)
-
-
-def test_time_stamps_where_they_exist() -> None:
     job = replace(JOB, output=OutputOptions(timestamp=True))
     assert "--output tag,timestamp " in command(Family.OPEN_MPI_5, job)
     assert "--tag-output --timestamp-output " in command(Family.OPEN_MPI_4, job)
@@ -342,15 +339,12 @@ def test_what_no_mpirun_understands_is_refused_by_name(family: Family, changed: 
         command(family, replace(JOB, **changed))  # type: ignore[arg-type]
 
 
-def test_hydra_takes_one_interface() -> None:
+def test_hydra_takes_one_interface_and_jsrun_gives_each_host_whole_to_its_ranks() -> None:
     job = replace(JOB, interfaces=("e0", "e1"))
     assert "--mca btl_tcp_if_include e0,e1" in command(Family.OPEN_MPI_4, job)
     for family in (Family.MPICH, Family.INTEL):
         with pytest.raises(JobError, match="--network-interfaces e0,e1"):
             command(family, job)
-
-
-def test_jsrun_gives_each_host_whole_to_its_ranks() -> None:
     job = replace(JOB, launcher="jsrun")
     rest = "--cpu_per_rs ALL_CPUS --gpu_per_rs ALL_GPUS --bind none --stdio_mode prepended python train.py"
     assert shlex.join(jsrun_command(job)) == f"jsrun --nrs 2 --rs_per_host 1 --tasks_per_rs 2 {rest}"

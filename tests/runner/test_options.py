@@ -208,15 +208,12 @@ def parsed(folder: Path, text: str, *words: str) -> Job:
     return parsing.parsed(["-np", "2", *words, "--config-file", str(folder / "job.yaml"), "cmd"])
 
 
-def test_a_file_in_horovods_form_is_options(tmp_path: Path) -> None:
+def test_a_file_in_horovods_form_is_options_over_which_the_command_line_wins(tmp_path: Path) -> None:
     job = parsed(tmp_path, HOROVODS)
     assert job.exports == SET
     assert job.launcher == "mpi"
     assert parsed(tmp_path, "stall_check: {enabled: false}").exports == {"HORO_STALL_CHECK_DISABLE": "1"}
     assert parsed(tmp_path, "").exports == parsed(tmp_path, "params:\n").exports == {}
-
-
-def test_options_of_the_command_line_win(tmp_path: Path) -> None:
     words = ["--gloo", "--fusion-threshold-mb", "1", "--no-stall-check", "--log-level", "error"]
     text = "controller: mpi\nparams: {fusion_threshold_mb: 2}\nstall_check: {enabled: true}\nlogging: {level: info}"
     job = parsed(tmp_path, text, *words)

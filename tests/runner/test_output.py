@@ -42,12 +42,9 @@ def test_nothing_is_lost_and_nothing_invented(data: bytes) -> None:
     assert [piece.text for piece in split([data])] == (lines[:-1] if not lines[-1] else lines)
 
 
-def test_a_carriage_return_ends_an_update_and_before_a_newline_a_line() -> None:
+def test_a_carriage_return_ends_an_update_and_a_line_without_end_is_cut() -> None:
     pieces = [Piece(b"10%", True), Piece(b"20%", False), Piece(b"30%", True), Piece(b"end", False)]
     assert split([b"\r10%\r20%\r", b"\n30%\rend"]) == pieces
-
-
-def test_a_line_without_end_is_cut_before_it_fills_memory() -> None:
     splitter = LineSplitter(line_max_bytes=1000)
     pieces = [piece for _ in range(10) for piece in splitter.feed(b"x" * 300)] + splitter.finish()
     assert b"".join(piece.text for piece in pieces) == b"x" * 3000
@@ -72,7 +69,7 @@ class Screen:
         self.streams[stream] += data
 
 
-def test_prefixes_are_as_wide_as_the_highest_rank() -> None:
+def test_prefixes_are_as_wide_as_the_highest_rank_and_without_them_lines_stay_whole() -> None:
     screen = Screen()
     printer = Printer(screen.write, 11)
     printer.feed(3, 1, b"a\n\xff\xfe\nunfinished", 0.0)
@@ -80,9 +77,6 @@ def test_prefixes_are_as_wide_as_the_highest_rank() -> None:
     printer.feed(10, 2, b"c\n", 0.0)
     printer.finish(3, 0.0)
     assert screen.streams == {1: b"[ 3] a\n[ 3] \xff\xfe\n[10] b\n[ 3] unfinished\n", 2: b"[10] c\n"}
-
-
-def test_without_prefix_lines_stay_whole() -> None:
     screen = Screen()
     printer = Printer(screen.write, 2, prefix=False)
     printer.feed(0, 1, b"on", 0.0)
@@ -91,16 +85,13 @@ def test_without_prefix_lines_stay_whole() -> None:
     assert screen.streams[1] == b"two\none\n"
 
 
-def test_off_a_terminal_one_update_per_second_is_shown_and_every_line() -> None:
+def test_off_a_terminal_one_update_per_second_is_shown_and_on_one_all_are_redrawn_in_place() -> None:
     screen = Screen()
     printer = Printer(screen.write, 1)
     for tenths in range(25):
         printer.feed(0, 2, b"\r%d" % tenths, tenths / 10)
     printer.feed(0, 2, b"\n", 2.5)
     assert screen.streams[2] == b"[0] 0\n[0] 10\n[0] 20\n[0] 24\n"
-
-
-def test_on_a_terminal_updates_are_redrawn_in_place() -> None:
     screen = Screen()
     printer = Printer(screen.write, 2, terminals=frozenset({1, 2}), coloured=frozenset({2}))
     printer.feed(0, 2, b"\r1%\r2%\r", 0.0)

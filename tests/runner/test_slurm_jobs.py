@@ -142,7 +142,7 @@ def test_an_srun_that_is_not_there_is_named(hororun: Hororun, slurm: Slurm, tmp_
     assert "srun cannot be started" in done.stderr
 
 
-def test_the_ssh_command_asks_nobody_and_trusts_as_configured() -> None:
+def test_the_ssh_command_asks_nobody_and_the_srun_command_gives_one_task_a_host() -> None:
     launcher = SshLauncher(Ssh(port=22, identity_file="/k", arguments=("-v",)), "/a b/python", 30, 30)
     words = launcher.command(HostSpec("h1", "me", 2222))
     assert words[0] == "ssh"
@@ -151,9 +151,6 @@ def test_the_ssh_command_asks_nobody_and_trusts_as_configured() -> None:
     assert words[words.index("-i") + 1] == "/k"
     assert words[-3:] == ["-v", "me@h1", "cd / && exec '/a b/python' -m horo.runner.agent"]
     assert not any("StrictHostKeyChecking" in word for word in words)
-
-
-def test_the_srun_command_gives_one_task_all_of_one_host() -> None:
     command = SrunLauncher("/a b/python").command(HostSpec("h1"))
     assert command[0] == "srun"
     options = {"--nodes=1", "--ntasks=1", "--nodelist=h1", "--overlap", "--cpu-bind=none", "--mem=0", "--mpi=none"}
@@ -239,14 +236,11 @@ def test_what_says_why_a_connection_ended_is_found(launcher: RemoteLauncher, lin
 VARIABLES = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "a,b", "SLURM_SUBMIT_DIR": "/s"}
 
 
-def test_srun_is_not_told_what_was_meant_for_the_job() -> None:
+def test_srun_is_not_told_what_was_meant_for_the_job_and_its_ranks_are() -> None:
     environ = {**VARIABLES, "SLURM_CPUS_PER_TASK": "2", "SRUN_CPUS_PER_TASK": "2", "SLURM_CPU_BIND": "cores",
                "MINE": "1", "SLURM_GPUS": "8", "SSH_CONNECTION": "1 2 3 4", "CUDA_VISIBLE_DEVICES": "0",
                "SLURM_CONF": "/c"}  # fmt: skip
     assert SRUN.environment(environ) == {"SLURM_JOB_ID": "7", "SLURM_CONF": "/c", "MINE": "1"}
-
-
-def test_ranks_of_a_slurm_job_find_the_job_and_not_the_step_of_their_agent() -> None:
     step = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "0", "SLURM_JOB_ID": "7",
             "SLURM_CPUS_ON_NODE": "64", "PATH": "/bin"}  # fmt: skip
     here = {**VARIABLES, "SLURM_PROCID": "0", "SLURM_CPUS_ON_NODE": "2", "SLURM_JOB_GPUS": "3", "HOME": "/"}

@@ -38,7 +38,7 @@ def exports_of(*words: str, environment: dict[str, str] | None = None) -> dict[s
     return job.exports
 
 
-def test_options_become_variables_of_the_ranks() -> None:
+def test_options_become_variables_of_the_ranks_and_marks_need_a_timeline() -> None:
     words = ("--timeline-filename", "t.json")
     assert exports_of(*words) == {"HORO_TIMELINE": "t.json"}
     assert exports_of(*words, "--timeline-mark-cycles") == {"HORO_TIMELINE": "t.json", "HORO_TIMELINE_MARK_CYCLES": "1"}
@@ -46,9 +46,6 @@ def test_options_become_variables_of_the_ranks() -> None:
     marks = {"HORO_TIMELINE_MARK_CYCLES": "1"}
     assert exports_of("--timeline-mark-cycles", environment={"HOROVOD_TIMELINE": "t.json"}) == marks
     assert exports_of("--timeline-mark-cycles", "-x", "HORO_TIMELINE=t") == {"HORO_TIMELINE": "t", **marks}
-
-
-def test_marks_without_a_timeline_are_refused_or_in_a_script_of_horovods_passed_over() -> None:
     with pytest.raises(JobError, match="--timeline-mark-cycles has no effect: no --timeline-filename asks for a time"):
         exports_of("--timeline-mark-cycles")
     job = parsed(["-np", "2", "--timeline-mark-cycles", "cmd"], for_horovod=True, environment={})

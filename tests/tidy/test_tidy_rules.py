@@ -218,18 +218,12 @@ def test_sources_keep(rule: str) -> None:
     assert not findings, report(findings)
 
 
-def test_each_class_has_a_name_of_its_own() -> None:
+def test_each_class_has_a_name_each_error_code_a_class_and_all_parts_one_version() -> None:
     names = Counter(name for path in modules() for name in tidy_python.public_classes(path.read_text(encoding="utf-8")))
     assert [name for name, count in names.items() if count > 1] == []
-
-
-def test_changelog_native_core_and_package_have_one_version() -> None:
     native = {version for path in c_files() for version in tidy_text.native_versions(path.read_text())}
     assert native == {horo.__version__}
     assert tidy_text.changelog_versions(read("CHANGELOG.md"))[0] == horo.__version__
-
-
-def test_every_error_code_has_a_class() -> None:
     assert tidy_text.unmapped_errors(read("native", "include", "horo.h"), read("horo", "errors.py")) == []
 
 
@@ -281,15 +275,12 @@ def test_what_is_said_to_be_as_in_horovod_has_a_test() -> None:
     assert tidy_text.parity_findings(page, has_test) == []
 
 
-def test_pages_docstrings_and_messages_are_plain() -> None:
+def test_pages_docstrings_and_messages_are_plain_and_documents_get_no_longer() -> None:
     pages = [path for path in repository_files(".md") if path not in GENERATED]
     checked = [(path, tidy_text.check_page) for path in pages]
     checked += [(path, tidy_text.check_source) for path in modules()]
     findings = [finding(path, *item) for path, check in checked for item in check(path.read_text(encoding="utf-8"))]
     assert not findings, report(findings)
-
-
-def test_documents_get_no_longer() -> None:
     words = sum(len(path.read_text(encoding="utf-8").split()) for path in DOCS.rglob("*.md"))
     assert words <= WORDS_IN_DOCS, f"{words} words: shorten a page before you lengthen another"
     assert words > WORDS_IN_DOCS - 6000, f"WORDS_IN_DOCS can be {words}"
@@ -380,12 +371,9 @@ NATIVE = {
 }
 
 
-def test_files_and_modules_use_each_other_in_one_direction() -> None:
+def test_files_and_modules_use_each_other_in_one_direction_but_through_pointers() -> None:
     assert tidy_ceilings.native_graph(tidy_ceilings.read_native(ROOT)).circle() == ""
     assert tidy_ceilings.python_graph(tidy_ceilings.read_python(ROOT)).circle() == ""
-
-
-def test_a_call_through_a_pointer_or_of_a_static_function_makes_no_circle() -> None:
     graph = tidy_ceilings.native_graph(NATIVE)
     assert graph.edges["base/a.c"] == {"base/b.h": "included", "base/b.c": "hr_a calls hr_b"}
     assert graph.edges["base/c.c"] == {"base/d.c": "of_c calls hr_of_d"}  # of the template; d.c calls itself
