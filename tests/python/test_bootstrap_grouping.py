@@ -36,7 +36,7 @@ placements = st.lists(st.integers(0, 9), min_size=1, max_size=40)
 
 
 @given(placements)
-def test_hosts_are_numbered_by_their_lowest_rank_and_partition_the_ranks(keys: list[int]) -> None:
+def test_hosts_are_numbered_by_their_lowest_rank_and_every_link_is_seen_from_both_ends(keys: list[int]) -> None:
     grouping = group_ranks(keys)
     leaders = [ranks[0] for ranks in grouping.hosts]
     assert leaders == sorted(leaders)
@@ -44,10 +44,6 @@ def test_hosts_are_numbered_by_their_lowest_rank_and_partition_the_ranks(keys: l
     for rank in range(len(keys)):
         assert {keys[other] for other in grouping.members(rank)} == {keys[rank]}
         assert grouping.members(rank)[grouping.local_index(rank)] == rank
-
-
-@given(placements)
-def test_every_link_is_seen_from_both_ends_once(keys: list[int]) -> None:
     grouping = group_ranks(keys)
     seen = [(link.purpose, rank, link.peer) for rank in range(grouping.size) for link in grouping.links(rank)]
     assert len(set(seen)) == len(seen)
@@ -112,16 +108,13 @@ def test_peer_info_survives_the_store_and_a_label_keeps_identities_apart() -> No
     assert read_identity("a").machine == read_identity("b").machine
 
 
-def test_other_version_is_named_even_if_it_encodes_everything_else_differently() -> None:
+def test_another_version_is_named_and_so_is_a_default_that_another_setting_gives() -> None:
     strange = b'{"horo": "9.0", "core": "9.0+abi7", "host": "h2", "shape": "unknown"}'
     with pytest.raises(MismatchError) as caught:
         check_agreement([PEER_INFO.encode(), PEER_INFO.encode(), strange], name)
     said = "rank 0 (h\u00f6st) runs horo 0.1.0 (core 1+abi1), rank 2 (h2) runs horo 9.0 (core 9.0+abi7)"
     assert said in str(caught.value)
     assert "install the same version on all hosts" in str(caught.value)
-
-
-def test_a_default_that_another_setting_gives_is_compared_and_names_that() -> None:
     launch = Launch("none", 0, 1, "h")
     configs = [read_config({}), read_config({"HORO_HOROVOD": "1"}), read_config({}, {"gradients_ready": "backward"})]
     plain, horovod, same = (PeerInfo.of(launch, each, read_identity(None), None, "1").encode() for each in configs)

@@ -137,16 +137,13 @@ def test_horovods_object_behind_its_functions_has_them() -> None:
     assert not hvd.is_initialized()
 
 
-def test_a_handle_is_an_integer_that_can_be_waited_for(alone: None) -> None:
+def test_a_handle_is_an_integer_that_can_be_waited_for_and_is_in_horovods_map(alone: None) -> None:
     handle = hvd.allreduce_async(torch.ones(2), name="waited for", op=hvd.Sum)
     assert isinstance(handle, int) and isinstance(handle, hvd.Handle)
     wait_until(handle.done, "the end of the operation")
     assert handle.wait().tolist() == [1.0, 1.0]
     with pytest.raises(UsageError, match=f"Handle {int(handle)} was not created or has been cleared"):
         handle.wait()
-
-
-def test_handles_that_are_not_synchronized_are_in_horovods_map(alone: None) -> None:
     pending = hvd.mpi_ops._handle_map
     assert not pending
     first, second = (hvd.allreduce_async(torch.ones(1), name=name) for name in ("first", "second"))

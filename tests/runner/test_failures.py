@@ -212,7 +212,7 @@ def test_the_cause_and_its_exit_code(case: str) -> None:
     assert cause is None or exit_code(cause) == code
 
 
-def test_a_rank_that_said_its_own_error_is_the_cause_although_it_was_told_to_end() -> None:
+def test_a_rank_with_its_own_error_or_that_has_ended_well_too_early_is_the_cause() -> None:
     late = Ending(1, "h", signal=15, asked=True, note=Note(error="ValueError: bad sample", where="train.py, line 7"))
     endings = [Ending(0, "h", code=3, note=Note(points_at=1)), late]
     assert root_cause(endings) == late
@@ -224,9 +224,6 @@ def test_a_rank_that_said_its_own_error_is_the_cause_although_it_was_told_to_end
     unseen = replace(late, stderr_tail=b"Traceback\n" + b"  line\n" * 30)
     assert report(unseen, endings).count(b"  | ") == 0
     assert report(unseen, endings, shown=False).count(b"\n  | ") == 31
-
-
-def test_a_rank_that_has_ended_well_but_too_early_is_named_first() -> None:
     words = "rank 1 (h) came to the end of its script after 30 steps, while rank 0 is in step 31: use drop_last"
     waits = Ending(0, "h", code=1, note=Note(error=f"AbortedError: {words}", where="train.py, line 7", points_at=1))
     endings = [Ending(1, "h"), waits]

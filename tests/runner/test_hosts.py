@@ -102,12 +102,9 @@ def test_a_wrong_line_is_named_with_its_number_and_text(line: str) -> None:
     assert line in str(error.value)
 
 
-def test_a_file_without_hosts_is_an_error() -> None:
+def test_brackets_of_slurm_and_files_of_pbs_open_mpi_and_windows_are_understood() -> None:
     with pytest.raises(HostsError, match="names no host"):
         parse_host_file("# nothing\n\n", "f")
-
-
-def test_brackets_of_slurm_and_files_of_pbs_of_open_mpi_and_of_windows_are_understood() -> None:
     pair = (HostSpec("n09", "me", 22, 2), HostSpec("n10", "me", 22, 2))
     assert parse_hosts("me@n[09-10]:2:port=22") == pair
     assert parse_hosts("n[1,3]x,b") == (HostSpec("n1x"), HostSpec("n3x"), HostSpec("b"))

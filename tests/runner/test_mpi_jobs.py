@@ -339,7 +339,7 @@ def test_what_no_mpirun_understands_is_refused_by_name(family: Family, changed: 
         command(family, replace(JOB, **changed))  # type: ignore[arg-type]
 
 
-def test_hydra_takes_one_interface_and_jsrun_gives_each_host_whole_to_its_ranks() -> None:
+def test_hydra_takes_one_interface_and_jsrun_what_it_has_words_for() -> None:
     job = replace(JOB, interfaces=("e0", "e1"))
     assert "--mca btl_tcp_if_include e0,e1" in command(Family.OPEN_MPI_4, job)
     for family in (Family.MPICH, Family.INTEL):
@@ -351,9 +351,6 @@ def test_hydra_takes_one_interface_and_jsrun_gives_each_host_whole_to_its_ranks(
     assert shlex.join(jsrun_command(replace(job, size=1))) == f"jsrun --nrs 1 --rs_per_host 1 --tasks_per_rs 1 {rest}"
     with pytest.raises(JobError, match=r"-np 3: .* a multiple of 2"):
         jsrun_command(replace(job, size=3))
-
-
-def test_jsrun_is_told_what_it_has_words_for() -> None:
     job = replace(
         JOB,
         launcher="jsrun",
