@@ -117,7 +117,7 @@ class Steps:
             self.samples.append(sample)
 
 
-def test_a_sample_is_the_median_of_whole_steps_without_those_of_a_change() -> None:
+def test_a_sample_is_the_median_of_whole_steps_of_the_first_optimizer_without_those_of_a_change() -> None:
     program = Steps(10)
     for step in range(33):
         program.step(0.06 if step % 4 else 3000.0)  # a validation, a checkpoint
@@ -129,9 +129,6 @@ def test_a_sample_is_the_median_of_whole_steps_without_those_of_a_change() -> No
     for took_s in (999.0, 999.0, 0.03, 0.03):
         program.step(took_s)
     assert program.samples == pytest.approx([0.03])
-
-
-def test_of_several_optimizers_the_steps_of_the_first_are_measured_while_it_steps() -> None:
     program = Steps(10)
     for _ in range(12):
         program.step(0.06)

@@ -181,7 +181,7 @@ def row(operation: str, size_bytes: int, *times_us: float, wrong: int = 0, ranks
     return Row(operation, "float32", size_bytes, size_bytes // 4, ranks, times_us, wrong)
 
 
-def test_a_line_stands_below_its_titles_and_the_end_has_the_best_rates_and_what_was_wrong() -> None:
+def test_a_line_stands_below_its_titles_and_the_end_has_rates_faults_and_a_comparison() -> None:
     line = line_of(row("allreduce", 4_000_000, 2000.0, 1000.0, 4000.0))
     assert line.split() == ["allreduce", "4000000", "1000000", "float32", "1000.0", "2000.0", "2.00", "3.00", "0"]
     first = TITLES.splitlines()[0]
@@ -196,9 +196,6 @@ def test_a_line_stands_below_its_titles_and_the_end_has_the_best_rates_and_what_
         "WRONG: 2,003 elements"
     )
     assert best_lines([row("allreduce", 4, 1.0, ranks=1)])[0] == "one rank alone exchanges nothing: busbw is 0"
-
-
-def test_a_job_beside_it_is_compared_at_the_size_of_its_batches() -> None:
     rows = [row("allreduce", 1 << 20, 1000.0), row("allreduce", 16 << 20, 9000.0), row("broadcast", 8 << 20, 1.0)]
     job = {"file": "r.json", "bytes": float(64 << 20), "batches": 2.0, "moving": 0.05}
     assert beside_line(rows, job) == (

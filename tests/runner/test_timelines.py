@@ -226,7 +226,7 @@ def card_of(capsys: pytest.CaptureFixture[str], *paths: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_slow_rank_is_in_the_summary_and_arrows_lead_from_it(
+def test_a_slow_rank_is_in_the_summary_with_arrows_and_a_healthy_job_names_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = files_of(tmp_path, slow)
@@ -239,9 +239,6 @@ def test_a_slow_rank_is_in_the_summary_and_arrows_lead_from_it(
     assert main(["summary", out, files[0]]) == 1
     assert capsys.readouterr().err == f"horo.timeline: {out}: has several ranks already: name it alone\n"
     assert card_of(capsys, *files)[:3] == [f"timelines: {CARD[0]}", *CARD[1:]]
-
-
-def test_a_healthy_job_names_no_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = files_of(tmp_path, healthy)
     out = str(tmp_path / "all.json")
     assert merge(out, files) == [f"{out}: 3 ranks, 720 events"]

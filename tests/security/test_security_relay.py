@@ -167,7 +167,7 @@ def test_a_process_that_can_open_no_further_file_says_so_to_both_sides(limited: 
         assert f"refused a connection from 127.0.0.1: this process has opened all the {LIMIT} files it may" in told
 
 
-def test_the_limit_of_open_files_is_raised_to_what_is_needed_where_that_may_be() -> None:
+def test_the_limit_of_open_files_is_raised_where_that_may_be_and_ranks_have_that_of_before() -> None:
     script = """
         import resource
         from horo.bootstrap.net.open_files import make_room
@@ -183,9 +183,6 @@ def test_the_limit_of_open_files_is_raised_to_what_is_needed_where_that_may_be()
     assert few == "True 64 512 "
     assert some.startswith("True 2") and some.endswith(" 512 ")
     assert re.search(r"False 2\d\d 512 10\d\d open files, more than this process may have: raise its limit \(512", many)
-
-
-def test_hororun_may_open_all_files_and_its_ranks_have_the_limit_of_before() -> None:
     script = """
         import resource, sys
         from horo.runner import processes
