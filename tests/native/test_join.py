@@ -69,8 +69,9 @@ def test_a_complex_number_of_a_joined_rank_multiplies_by_the_formula(rank: Rank)
     join(rank)
 
 
+@pytest.mark.parametrize("is_behind", [False, True], ids=["alone", "behind a refusal"])
 @on_ranks([2])
-def test_a_rank_that_has_joined_can_submit_nothing(rank: Rank) -> None:
+def test_a_rank_that_has_joined_can_submit_nothing(rank: Rank, is_behind: bool) -> None:
     """Before that, it can submit all but under the name of joining."""
     with pytest.raises(UsageError, match="is the name of joining"):
         rank.submit("allreduce", "join.noname", [np.ones(1)], reduce_op=SUM)
@@ -78,8 +79,13 @@ def test_a_rank_that_has_joined_can_submit_nothing(rank: Rank) -> None:
         rank.context.start_join(3)
     if rank.rank == 1:
         rank.await_mark("has submitted")
+        if is_behind:
+            with pytest.raises(UsageError, match="has refused it: not now"):
+                rank.context.add_team([0, 1])
         rank.context.add_team([0, 1])
     else:  # all ranks must take part in that, so it cannot join meanwhile
+        if is_behind:
+            rank.context.refuse(0, "add_process_set or remove_process_set", UsageError("not now"))
         before = rank.context.counters()["requests"]
         with ThreadPoolExecutor() as pool:
             adding = pool.submit(rank.context.add_team, [0, 1])
