@@ -66,15 +66,3 @@ void hr_buffer_consume(struct hr_buffer *buffer, size_t bytes) {
         }
     }
 }
-
-hr_status hr_reserve(void **array, size_t *capacity, size_t count, size_t element_bytes) {
-    if (count > *capacity) {
-        void *larger = realloc(*array, count * element_bytes);
-        if (larger == NULL) {
-            return HORO_ERR_RESOURCE;
-        }
-        *array = larger;
-        *capacity = count;
-    }
-    return HORO_OK;
-}

@@ -4,6 +4,7 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 
 #include "base/status.h"
 #include "base/pool.h"
@@ -27,7 +28,15 @@ int hr_buffer_append(struct hr_buffer *buffer, const void *data, size_t bytes);
 void hr_buffer_consume(struct hr_buffer *buffer, size_t bytes);
 
 /* Room for `count` elements in an array, *capacity of them so far. HORO_OK or HORO_ERR_RESOURCE. */
-hr_status hr_reserve(void **array, size_t *capacity, size_t count, size_t element_bytes);
+static inline hr_status hr_reserve(void **array, size_t *capacity, size_t count, size_t element_bytes) {
+    void *larger = count <= *capacity ? *array : realloc(*array, count * element_bytes);
+    if (larger == NULL && count > 0) {
+        return HORO_ERR_RESOURCE;
+    }
+    *array = larger;
+    *capacity = count > *capacity ? count : *capacity;
+    return HORO_OK;
+}
 
 static inline size_t hr_buffer_size(const struct hr_buffer *buffer) {
     return buffer->end - buffer->begin;
