@@ -69,6 +69,29 @@ static struct hr_wire_message report_of(const struct hr_deadlock *deadlock, int 
     return message;
 }
 
+/* A walk over the lanes of all reports; begins as {.deadlock = deadlock}. */
+struct walk {
+    const struct hr_deadlock *deadlock;
+    int rank; /* whose report is next */
+    uint32_t left;
+    const uint8_t *cursor;
+};
+
+/* 0: there is none any more. */
+static int next_lane(struct walk *walk, struct hr_wire_lane *lane) {
+    while (walk->left == 0) {
+        if (walk->rank == walk->deadlock->size) {
+            return 0;
+        }
+        const struct hr_wire_message report = report_of(walk->deadlock, walk->rank++);
+        walk->left = report.count;
+        walk->cursor = report.items;
+    }
+    walk->left--;
+    hr_wire_next_lane(&walk->cursor, lane);
+    return 1;
+}
+
 /* ---- Whether anything can finish ---- */
 
 struct team {
@@ -108,23 +131,19 @@ static int has_all(const struct hr_wire_lane *lane) {
 
 /* Adds up what all reports say; 0 if they are not of one state of the logs. */
 static int add_up(const struct hr_deadlock *deadlock, struct team *teams, struct awaited *awaited) {
-    for (int rank = 0; rank < deadlock->size; rank++) {
-        const struct hr_wire_message report = report_of(deadlock, rank);
-        const uint8_t *cursor = report.items;
-        for (uint32_t i = 0; i < report.count; i++) {
-            struct hr_wire_lane lane;
-            hr_wire_next_lane(&cursor, &lane);
-            struct team *team = &teams[lane.team];
-            if (team->reports++ == 0) {
-                team->members = lane.members;
-                team->executed = lane.executed;
-            }
-            if (team->members != lane.members || team->executed != lane.executed) {
-                return 0;
-            }
-            team->with_all += (uint32_t)has_all(&lane);
-            awaited->names += lane.count;
+    struct walk walk = {.deadlock = deadlock};
+    struct hr_wire_lane lane;
+    while (next_lane(&walk, &lane)) {
+        struct team *team = &teams[lane.team];
+        if (team->reports++ == 0) {
+            team->members = lane.members;
+            team->executed = lane.executed;
         }
+        if (team->members != lane.members || team->executed != lane.executed) {
+            return 0;
+        }
+        team->with_all += (uint32_t)has_all(&lane);
+        awaited->names += lane.count;
     }
     for (int i = 0; i < HORO_TEAMS_MAX; i++) {
         if (teams[i].reports != teams[i].members) {
@@ -184,17 +203,12 @@ static int can_finish(const struct hr_deadlock *deadlock, struct awaited *awaite
     if (all == NULL) {
         return 1; /* nothing is said that is not known */
     }
-    struct submitted *next = all;
-    for (int rank = 0; rank < deadlock->size; rank++) {
-        const struct hr_wire_message report = report_of(deadlock, rank);
-        const uint8_t *cursor = report.items;
-        for (uint32_t i = 0; i < report.count; i++) {
-            struct hr_wire_lane lane;
-            hr_wire_next_lane(&cursor, &lane);
-            const int all_names = has_all(&lane);
-            for (uint32_t k = 0; k < lane.count; k++) {
-                *next++ = (struct submitted){hr_wire_u64(lane.hashes, k), lane.team, all_names};
-            }
+    struct walk walk = {.deadlock = deadlock};
+    struct hr_wire_lane lane;
+    for (struct submitted *next = all; next_lane(&walk, &lane);) {
+        const int all_names = has_all(&lane);
+        for (uint32_t k = 0; k < lane.count; k++) {
+            *next++ = (struct submitted){hr_wire_u64(lane.hashes, k), lane.team, all_names};
         }
     }
     qsort(all, awaited->names, sizeof *all, compare);
